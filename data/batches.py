@@ -1,0 +1,206 @@
+"""
+From a token file to training batches, with no state: a batch is a pure function of (seed, row numbers).
+
+The corpus is cut into windows of block_size tokens, the last one filled up with <|pad|>. Row r of the training stream is
+window `permute(r mod n)` of epoch `r div n`, for every number of processes and micro-batches and after every resume; an
+optimizer step takes the next rows. The choice of masked tokens depends on (seed, epoch, window) in the same way.
+
+Random numbers come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): the i-th number of a stream is a hash of (key, i),
+so any of them can be had without those before it.
+"""
+import queue, threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+IGNORE = -100     # a target that counts nothing: PyTorch's ignore_index
+MIN_CHUNK = 12    # shortest chunk of --packing random (arXiv 2507.00994's training code)
+
+
+@dataclass
+class Batch:
+    """One micro-batch of B rows of T tokens. Attention never leaves a document, and no document leaves its row."""
+    ids: torch.Tensor          # (B, T) int64, <|mask|> already in place
+    cu_seqlens: torch.Tensor   # (documents + 1,) int32: document i is ids.view(-1)[cu[i]:cu[i+1]]; the end is repeated to keep the shape static
+    max_seqlen: int            # T, an upper bound for the length of a document
+    positions: torch.Tensor | None  # (N,) int64 places in ids.view(-1) that are scored; None: all of them
+    targets: torch.Tensor      # (N,) int64 ids to predict there, or IGNORE
+    n_targets: int             # how many of them count
+    n_tokens: int              # tokens of text in ids: all but padding
+    n_pairs: int               # (query, key) pairs of attention, if not causal: the sum of the squared lengths of the documents
+
+    def to(self, device):
+        """The same on `device`, copied without waiting where pinned memory allows it."""
+        def move(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+        return Batch(**{name: move(value) for name, value in vars(self).items()})
+
+
+def mix(z):
+    """SplitMix64's finaliser on a uint64 array, in place: every input bit changes every output bit with probability one half."""
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def stream_key(*parts):
+    """Hash of integers or equal-shaped integer arrays: the key of an independent stream of random numbers."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        key = mix(key + np.uint64(0x9E3779B97F4A7C15) ^ np.asarray(part).astype(np.uint64))
+    return key
+
+
+def random_bits(key, n):
+    """key (B,) -> (B, n) uint64, uniform."""
+    return mix(key[:, None] + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def permute(index, n, key):
+    """A bijection of 0 ... n-1, chosen by `key`, at every place of `index`; takes no memory, however large n is.
+
+    A four-round Feistel network permutes the next power of four; values past n go round again (cycle walking)."""
+    half = np.uint64(max(1, (n - 1).bit_length() + 1 >> 1))
+    low = np.uint64((1 << int(half)) - 1)
+    rounds = random_bits(stream_key(key), 4)[0]
+    x = np.array(index, dtype=np.uint64)
+    walk = np.ones(x.shape, bool)
+    while walk.any():
+        left, right = x[walk] >> half, x[walk] & low
+        for key in rounds:
+            left, right = right, left ^ mix(right + key) & low
+        x[walk] = left << half | right
+        walk &= x >= n
+    return x.astype(np.int64)
+
+
+def count_windows(tokens, block_size):
+    return -(-tokens.n_tokens // block_size)
+
+
+def read_windows(tokens, windows, block_size):
+    """ids (B, block_size + 1) int64 of the windows, each with the token that follows it; <|pad|> past the end, and all through where window < 0."""
+    full = tokens.n_tokens // block_size
+    ids = np.full((len(windows), block_size + 1), tokens.pad, np.int64)
+    inside = (windows >= 0) & (windows < full)
+    ids[inside, :-1] = tokens.ids[:full * block_size].reshape(full, block_size)[windows[inside]]
+    follows = (windows + 1) * block_size
+    known = (windows >= 0) & (follows < tokens.n_tokens)
+    ids[known, -1] = tokens.ids[follows[known]]
+    for row in np.flatnonzero(windows == full):
+        rest = tokens.ids[full * block_size:]
+        ids[row, :len(rest)] = rest
+    return ids
+
+
+def choose(ids, n_ordinary, ratio, key):
+    """Boolean (B, T): exactly round(ratio x ordinary tokens) of each row, drawn evenly without replacement; never a special token."""
+    T = ids.shape[1]
+    ordinary = ids < n_ordinary
+    count = np.rint(ratio * ordinary.sum(1)).astype(np.int64)
+    draw = random_bits(key, T)
+    draw[~ordinary] = np.iinfo(np.uint64).max
+    order = np.sort(draw, axis=1)
+    last = np.take_along_axis(order, np.maximum(count - 1, 0)[:, None], 1)  # the count-th smallest draw of each row
+    return (draw <= last) & (count > 0)[:, None] & ordinary
+
+
+def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(1.0, 0.0, 0.0), packing="documents", seed=0):
+    """The micro-batch of the given row numbers (B,) of the stream. Row -1 is all padding and scores nothing.
+
+    mlm: `mask_ratio` of the ordinary tokens of each row are targets at their own place; mask_split says which shares of them
+         become <|mask|>, a random ordinary token, or stay.
+    clm: each token is a target at the place before it, if both are of one document.
+    packing "documents": a document is what lies between two <|eos|>. "random": a window is cut once, at a uniform place, so that
+         pieces have lengths uniform in [12, block_size - 12] (or it stays whole); a piece counts as one document.
+    """
+    B, T, n_windows = len(rows), block_size, count_windows(tokens, block_size)
+    rows = np.asarray(rows, np.int64)
+    epoch, place = np.divmod(np.maximum(rows, 0), n_windows)
+    windows = np.empty(B, np.int64)
+    for e in np.unique(epoch):
+        windows[epoch == e] = permute(place[epoch == e], n_windows, stream_key(seed, e)[0])
+    windows[rows < 0] = -1
+
+    read = read_windows(tokens, windows, T)
+    ids, next_ids = read[:, :-1], read[:, 1:].copy()
+    starts = np.zeros((B, T + 1), bool)  # starts[b, t]: token t is the first of a document; the last column is the next window's
+    starts[:, 0] = True
+    starts[:, 1:] = (read[:, 1:] == tokens.pad) & (ids != tokens.pad)
+    key = stream_key(seed, epoch, windows)
+    if packing == "documents":
+        starts[:, 1:] |= ids == tokens.eos
+    else:
+        cut = MIN_CHUNK + (random_bits(stream_key(key, 1), 1)[:, 0] % np.uint64(max(1, T - MIN_CHUNK + 1))).astype(np.int64)
+        two = cut <= T - MIN_CHUNK
+        starts[np.flatnonzero(two), cut[two]] = True
+        starts[:, T] = True
+    cu_seqlens = np.flatnonzero(starts[:, :T])
+    n_pairs = int((np.diff(cu_seqlens, append=B * T) ** 2).sum())
+    room = 1 << int(len(cu_seqlens)).bit_length()  # few different shapes, for torch.compile
+    cu_seqlens = np.concatenate([cu_seqlens, np.full(room + 1 - len(cu_seqlens), B * T)]).astype(np.int32)
+
+    if objective == "clm":
+        positions = None
+        targets = np.where(starts[:, 1:] | (ids == tokens.pad), IGNORE, next_ids).reshape(-1)
+        n_targets = int((targets != IGNORE).sum())
+    else:
+        chosen = choose(ids, tokens.n_ordinary, mask_ratio, key)
+        where = np.flatnonzero(chosen)
+        n_targets = len(where)
+        positions, targets = np.zeros((2, B * round(mask_ratio * T)), np.int64)
+        targets[n_targets:] = IGNORE  # rows with special tokens have fewer targets; their places are kept, so that shapes are static
+        positions[:n_targets] = where
+        flat = ids.reshape(-1).copy()
+        targets[:n_targets] = flat[where]
+        as_mask, as_random, _ = mask_split
+        if as_mask == 1:
+            flat[where] = tokens.mask
+        else:
+            dice, word = random_bits(stream_key(key, 2), 2 * T).reshape(B, 2, T).transpose(1, 0, 2)[:, chosen]
+            dice = (dice >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+            flat[where[dice < as_mask]] = tokens.mask
+            drawn = (dice >= as_mask) & (dice < as_mask + as_random)
+            flat[where[drawn]] = (word[drawn] % np.uint64(tokens.n_ordinary)).astype(np.int64)
+        ids = flat.reshape(B, T)
+    n_tokens = int((read[:, :-1] != tokens.pad).sum())
+    wrap = torch.from_numpy
+    return Batch(wrap(np.ascontiguousarray(ids)), wrap(cu_seqlens), T, positions if positions is None else wrap(positions), wrap(targets),
+                 n_targets, n_tokens, n_pairs)
+
+
+def prefetch(make, steps, depth=2):
+    """make(step) for each step of `steps`, run ahead in a thread by at most `depth`; an error in it is raised here."""
+    ready, stop = queue.Queue(depth), threading.Event()
+
+    def work():
+        for step in steps:
+            try:
+                item = (make(step), None)
+            except BaseException as problem:
+                item = (None, problem)
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if stop.is_set() or item[1] is not None:
+                return
+        ready.put(None)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if item[1] is not None:
+                raise item[1]
+            yield item[0]
+    finally:
+        stop.set()

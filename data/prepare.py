@@ -1,0 +1,129 @@
+"""
+Text to a dataset: a folder with train.bin, val.bin (token files, see tokens.py) and bpe.json (the tokenizer).
+
+The prepare.py of each corpus yields documents and calls `write_dataset`, which tokenizes on all cores. The bytes written do not
+depend on the number of cores, memory does not grow with the corpus, and train.bin gets its name last: a folder that
+holds it is complete.
+"""
+import bz2, gzip, hashlib, io, json, lzma, os, sys
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.tokens import TokenWriter
+
+BATCH = 1 << 20       # characters tokenized by one thread at a time
+PIECE = 1 << 14       # a longer .txt file is cut into documents of about this many characters
+DATA = Path(__file__).parent
+
+
+def dataset_folder(dataset):
+    """--dataset: the name of a folder under data/, or the path of any folder."""
+    return Path(dataset) if Path(dataset).is_dir() and os.sep in dataset else DATA / dataset
+
+
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def progress(total, description, **more):
+    """A bar in megabytes with throughput and time left."""
+    return tqdm(total=total, desc=description, unit="B", unit_scale=True, mininterval=0.5, **more)
+
+
+def fraction(text, salt=b""):
+    """A number in [0, 1) that depends on the text alone: equal texts always fall on the same side of a split."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, salt=salt).digest(), "little") / 2**64
+
+
+def write_dataset(folder, tokenizer, documents, total, workers=None):
+    """documents: iterator of (split "train" | "val", text, bytes read so far of `total`). Returns {split: its TokenWriter}."""
+    workers = workers or cores()
+    folder.mkdir(parents=True, exist_ok=True)
+    out = {split: TokenWriter(folder / f"{split}.bin", tokenizer) for split in ("train", "val")}
+    pending = deque()  # batches in the order of the documents; bounded, so reading cannot run away from tokenizing
+
+    def write_first():
+        batch, ids, position = pending.popleft()
+        ids = ids.result()
+        for split in out:
+            out[split].write([x for (side, _), x in zip(batch, ids) if side == split])
+        bar.update(position - bar.n)
+
+    try:
+        with ThreadPoolExecutor(workers) as pool, progress(total, "tokenizing") as bar:
+            encode = lambda batch: [tokenizer.encode(text) for _, text in batch]
+            batch, size = [], 0
+            for split, text, position in documents:
+                batch.append((split, text))
+                size += len(text)
+                if size >= BATCH:
+                    pending.append((batch, pool.submit(encode, batch), position))
+                    batch, size = [], 0
+                    if len(pending) > 2 * workers:
+                        write_first()
+            pending.append((batch, pool.submit(encode, batch), total))
+            while pending:
+                write_first()
+        for split, file in out.items():
+            if not file.n_documents:
+                raise SystemExit(f"{folder}: no document fell to {split} (train has {out['train'].n_documents:,}, val {out['val'].n_documents:,}); "
+                                 f"give more text or another --val_fraction")
+        tokenizer.save(folder / "bpe.json")
+        out["val"].close()
+        out["train"].close()
+    except OSError as problem:
+        raise SystemExit(f"{folder}: {problem.strerror or problem}; nothing was kept, make room and start again") from None
+    finally:
+        for file in out.values():
+            file.discard()
+    return out
+
+
+def read_documents(path, position):
+    """Documents of a .txt file (one, or pieces of about PIECE characters cut at blank lines) or a .jsonl file (field `text`), either
+    of them compressed (.gz, .bz2, .xz; .zst from Python 3.14 on). position[0] follows the bytes read of the file as stored."""
+    path = Path(path)
+    kind, packing = path.suffix, None
+    if kind in (".gz", ".bz2", ".xz", ".zst"):
+        kind, packing = Path(path.stem).suffix, kind
+    if kind not in (".txt", ".jsonl"):
+        raise SystemExit(f"{path}: neither .txt nor .jsonl (possibly .gz, .bz2, .xz or .zst); rename or convert it")
+    if packing == ".zst":
+        try:
+            from compression import zstd
+        except ImportError:
+            raise SystemExit(f"{path}: Python {sys.version_info.major}.{sys.version_info.minor} reads no zst (3.14 does); unpack it with zstd -d") from None
+    start, line_number = position[0], 0
+    try:
+        with open(path, "rb") as raw:
+            unpacked = raw if packing is None else {".gz": gzip, ".bz2": bz2, ".xz": lzma}[packing].open(raw) if packing != ".zst" else zstd.open(raw)
+            text = io.TextIOWrapper(unpacked, encoding="utf-8-sig")
+            lines, size = [], 0
+            while line := text.readline(-1 if kind == ".jsonl" else 4 * PIECE):
+                line_number += 1
+                position[0] = start + raw.tell()
+                if kind == ".jsonl":
+                    if line.isspace():
+                        continue
+                    document = json.loads(line)["text"]
+                    if not isinstance(document, str):
+                        raise TypeError
+                    yield document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
+                else:
+                    lines.append(line)
+                    size += len(line)
+                    if size >= PIECE and line.isspace() or size >= 4 * PIECE:
+                        yield "".join(lines)
+                        lines, size = [], 0
+            if lines:
+                yield "".join(lines)
+    except UnicodeDecodeError as problem:
+        raise SystemExit(f"{path}: not UTF-8 after line {line_number:,} (byte 0x{problem.object[problem.start]:02x}); convert it, e.g. with iconv -t utf-8") from None
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise SystemExit(f'{path}, line {line_number:,}: not a JSON object with a string "text"; mend or remove the line') from None
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, OSError) as problem:
+        raise SystemExit(f"{path}: cannot be read to its end ({problem}); fetch it again") from None
+    position[0] = start + path.stat().st_size

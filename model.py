@@ -1,0 +1,343 @@
+"""
+An encoder and a decoder in one file: EuroBERT's architecture (arXiv 2503.05500), as arXiv 2507.00994 pretrains it.
+
+What is notable:
+- `causal` is an argument of the forward pass. The same weights are a decoder (causal=True) or an encoder (causal=False) at every call.
+- Tokens come as rows, ids (B, T), and documents as `cu_seqlens`: document i is ids.view(-1)[cu_seqlens[i]:cu_seqlens[i+1]], and lies in
+  one row. A token sees its own document and nothing else, and positions restart there. Packing, padding (a document of its own,
+  scored nowhere) and single texts are all this one notion. Without cu_seqlens each row is one document.
+- Pre-norm RMSNorm with statistics in fp32, rotary positions in fp32 (the half-split layout), grouped-query attention, SwiGLU, no
+  biases, every weight drawn from N(0, 0.02), the output head untied unless `tie_embeddings`.
+- Attention goes through one function, `attention`.
+- The loss computes logits at target positions only, a block of rows at a time, with their gradients in the same pass.
+"""
+import math, os
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+LOGITS_AT_ONCE = 2**26  # logits (rows x vocabulary) that exist at any time in the loss: 256 MB in fp32
+IGNORE = -100           # targets with this value count nothing
+
+
+@dataclass
+class Config:
+    vocab_size: int = 128256         # rows of the embedding and of the head
+    block_size: int = 2048           # longest row
+    n_layer: int = 12
+    n_head: int = 12                 # query heads; head_dim = n_embd / n_head
+    n_kv_head: int = 12              # key and value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int = 768                # width C of the residual stream
+    intermediate_size: int = 3072    # inner width of SwiGLU
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False     # the head is the embedding matrix
+    dropout: float = 0.0             # on what attention and SwiGLU add to the residual stream; for fine-tuning
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_head {self.n_head} does not divide n_embd {self.n_embd}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} (n_embd / n_head) is odd; rotary positions need an even one")
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+
+SIZES = {  # arXiv 2507.00994's models, and one for a laptop
+    "mini": dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, intermediate_size=768, tie_embeddings=True),
+    "210m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, intermediate_size=3072),
+    "610m": dict(n_layer=26, n_head=18, n_kv_head=6, n_embd=1152, intermediate_size=4096),
+    "1b": dict(n_layer=26, n_head=18, n_kv_head=6, n_embd=1728, intermediate_size=4096),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# attention
+
+class Documents(NamedTuple):
+    """Who sees whom, made once a forward pass and shared by all layers."""
+    cu_seqlens: torch.Tensor | None  # (documents + 1,) int32, or None: each row is one document
+    max_seqlen: int                  # no document is longer
+    causal: bool
+    mask: torch.Tensor | None        # (B or 1, 1, T, T), 0 where a token may look and -inf elsewhere; None where nothing is hidden
+
+
+def attention(q, k, v, docs):
+    """softmax(q k' / sqrt(D)) v inside each document. q (B, T, H, D); k, v (B, T, H_kv, D); returns (B, T, H, D).
+
+    Row by row, never over the packed batch. The explicit form is three times as fast as PyTorch's fused kernel on a CPU while a row of scores is
+    short; the fused one takes over beyond, and on a GPU."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    if (group := q.size(1) // k.size(1)) > 1:
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    if explicit_form(q.device, q.size(2), q.dtype):
+        scores = (q * q.size(-1) ** -0.5) @ k.transpose(-1, -2)  # (B, H, T, T)
+        y = (scores if docs.mask is None else scores + docs.mask).softmax(-1) @ v
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=docs.mask, is_causal=docs.causal and docs.mask is None)
+    return y.transpose(1, 2)
+
+
+def explicit_form(device, T, dtype):
+    return device.type == "cpu" and T * dtype.itemsize <= 1024
+
+
+def visible(start, causal, dtype):
+    """start (B, T), a number that all tokens of a document share -> additive mask (B, 1, T, T) for `attention`."""
+    see = start[:, :, None] == start[:, None, :]
+    if causal:
+        see = see.tril()
+    return torch.zeros((), dtype=dtype, device=start.device).where(see, -math.inf)[:, None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# the network
+
+class RMSNorm(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.eps = config.norm_eps
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * config.head_dim, bias=False)  # all queries, all keys, all values
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, rope, docs):
+        B, T, C = x.shape
+        qk, v = self.qkv(x).view(B, T, -1, self.head_dim).split((self.n_head + self.n_kv_head, self.n_kv_head), 2)  # (B, T, heads, D)
+        q, k = rotate(qk, *rope).split((self.n_head, self.n_kv_head), 2)
+        return self.out(attention(q, k, v, docs).reshape(B, T, C))
+
+
+def rotate(x, cos, sin):
+    """Rotary positions (RoFormer, arXiv 2104.09864): dimensions i and i + D/2 of x (B, T, heads, D) are a plane, turned by an angle
+    that grows with the position. cos, sin (B or 1, T, 1, D/2) fp32, so the products are fp32; the result has x's dtype."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)  # (B, T, intermediate_size)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm1, self.attention = RMSNorm(config), Attention(config)
+        self.norm2, self.mlp = RMSNorm(config), SwiGLU(config)
+        self.dropout = config.dropout
+
+    def forward(self, x, rope, docs):
+        x = x + F.dropout(self.attention(self.norm1(x), rope, docs), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+class Transformer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config)
+        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        angle = torch.outer(torch.arange(config.block_size, dtype=torch.float32),
+                            config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
+        self.register_buffer("cos", angle.cos()[:, None], persistent=False)  # (block_size, 1, D/2) fp32
+        self.register_buffer("sin", angle.sin()[:, None], persistent=False)
+
+    @property
+    def head_weight(self):
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def forward(self, ids, cu_seqlens=None, max_seqlen=None, causal=False, positions=None, targets=None):
+        """ids (B, T) -> hidden states (B, T, C), or with targets the summed loss in nats, a fp32 scalar.
+
+        cu_seqlens: (documents + 1,) int32 bounds of the documents in ids.view(-1), with max_seqlen, a Python int, their greatest length;
+                    None: each row is a document
+        causal:     whether a token sees only what stands before it
+        positions:  (N,) int64 places in ids.view(-1) that are scored; None: all
+        targets:    (N,) int64 ids to predict there; IGNORE counts nothing
+        """
+        B, T = ids.shape
+        if T > self.config.block_size:
+            raise ValueError(f"rows of {T} tokens, but block_size is {self.config.block_size}")
+        x = self.embed(ids)  # (B, T, C)
+        dtype, mask = compute_dtype(x), None
+        if cu_seqlens is None:
+            rope = self.cos[None, :T], self.sin[None, :T]
+            if causal and explicit_form(x.device, T, dtype):
+                mask = visible(torch.zeros(1, T, device=ids.device), causal, dtype)
+        else:
+            place = torch.arange(B * T, dtype=torch.int32, device=ids.device)
+            start = cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]  # of the document that each token is in
+            place, start = (place - start).view(B, T), start.view(B, T)
+            rope = self.cos[place], self.sin[place]
+            mask = visible(start, causal, dtype)
+        docs = Documents(cu_seqlens, max_seqlen or T, causal, mask)
+        for block in self.blocks:
+            x = block(x, rope, docs)
+        x = self.norm(x)
+        if targets is None:
+            return x
+        x = x.flatten(0, 1)
+        return HeadLoss.apply(x if positions is None else x[positions], self.head_weight, targets)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# the head
+
+def compute_dtype(x):
+    """The dtype that matrix products take x in: autocast's, or its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def row_blocks(rows, vocab_size):
+    """Slices of at most LOGITS_AT_ONCE logits each, of equal length but for the last."""
+    n = max(1, math.ceil(rows * vocab_size / LOGITS_AT_ONCE))
+    step = max(1, math.ceil(rows / n))
+    return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+
+
+class HeadLoss(torch.autograd.Function):
+    """Summed cross-entropy of hidden (N, C) @ weight' (V, C) against targets (N,), and its gradients, a block of rows at a time.
+
+    Logits of all rows never exist together, and no matrix product is done twice: the gradient of a block needs its softmax, which is at hand.
+    Sums over blocks are fp32 (arXiv 2410.10989 does the same in one Triton kernel)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets):
+        dtype = compute_dtype(hidden)
+        h, w = hidden.to(dtype), weight.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        train_hidden, train_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(h) if train_hidden else None
+        d_weight = None
+        for rows in row_blocks(len(h), len(w)):
+            target = targets[rows]
+            counts = (target != IGNORE)[:, None]
+            target = target.clamp(min=0)[:, None]
+            logp = torch.log_softmax(h[rows] @ w.t(), -1, dtype=torch.float32)  # (rows, V)
+            loss -= (logp.gather(1, target) * counts).sum()
+            if train_hidden or train_weight:
+                d_logits = logp.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32)).mul_(counts).to(dtype)
+                if train_hidden:
+                    d_hidden[rows] = d_logits @ w
+                if train_weight:
+                    d_block = (d_logits.t() @ h[rows]).float()
+                    d_weight = d_block if d_weight is None else d_weight.add_(d_block)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_loss):
+        d_hidden, d_weight = ctx.saved_tensors
+        return (None if d_hidden is None else (d_hidden * d_loss).to(ctx.dtypes[0]),
+                None if d_weight is None else (d_weight * d_loss).to(ctx.dtypes[1]), None)
+
+
+@torch.no_grad()
+def score(hidden, weight, targets):
+    """hidden (N, C), weight (V, C), targets (N,) -> summed loss in nats and number of targets that are the first guess, both fp64 scalars."""
+    dtype = compute_dtype(hidden)
+    h, w = hidden.to(dtype), weight.to(dtype)
+    loss, right = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    for rows in row_blocks(len(h), len(w)):
+        logits = (h[rows] @ w.t()).float()
+        loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="none").double().sum()
+        right += (logits.argmax(-1) == targets[rows]).sum()
+    return loss, right
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# size, work and memory
+
+def count_parameters(config):
+    """(blocks with the final norm, embedding, head): the head is 0 where it is tied to the embedding."""
+    C, D = config.n_embd, config.head_dim
+    block = C * (config.n_head + 2 * config.n_kv_head) * D + C * C + 3 * C * config.intermediate_size + 2 * C
+    return config.n_layer * block + C, config.vocab_size * C, 0 if config.tie_embeddings else config.vocab_size * C
+
+
+def flops_per_token(config, context, scored):
+    """Floating-point operations of a training step, a token: 2 for each weight in the forward and 4 in the backward pass, and the products of
+    attention. context: keys that a token sees on average; scored: targets / tokens, since the head works only there."""
+    blocks, embedding, _ = count_parameters(config)
+    return 6 * blocks + 12 * config.n_layer * config.n_embd * context + 6 * embedding * scored
+
+
+def training_bytes(config, tokens, row, scored, bytes_per_value=2):
+    """Memory of a training step, about: weights, gradients and AdamW's two moments in fp32, and what `tokens` tokens leave behind for the backward
+    pass in rows of `row`. bytes_per_value: of a matrix operand, 2 in bf16 and 4 in fp32."""
+    C, D, I, b = config.n_embd, config.head_dim, config.intermediate_size, bytes_per_value
+    heads = config.n_head + 2 * config.n_kv_head
+    layer = 2 * C * (4 + 4 + b) + (heads + config.n_head) * D * b + 4 * I * b  # two norms; q, k, v and what attention gives; SwiGLU
+    if explicit_form(torch.device("cpu"), row, torch.bfloat16 if b == 2 else torch.float32):
+        layer += 2 * config.n_head * row * b
+    head = min(LOGITS_AT_ONCE, tokens * scored * config.vocab_size) * (b + 4)
+    return 16 * sum(count_parameters(config)) + tokens * config.n_layer * layer + head
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# weights on disk
+
+def save_checkpoint(path, state):
+    """Writes a dict of tensors and plain values beside `path` and renames it: `path` is the old file or the new one, whole, at any moment."""
+    part = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(part, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as problem:
+        raise SystemExit(f"{path}: not written ({problem}); what was there before is intact") from None
+    finally:
+        if os.path.exists(part):
+            os.remove(part)
+
+
+def load_checkpoint(path, device="cpu"):
+    """The dict that `save_checkpoint` wrote: model (parameter name -> tensor), config, tokenizer, settings, ..."""
+    if not os.path.isfile(path):
+        raise SystemExit(f"{path}: no such checkpoint")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        state["model"], state["config"]
+    except Exception as problem:
+        raise SystemExit(f"{path}: not a checkpoint of this project ({type(problem).__name__}: {str(problem).splitlines()[0][:120]})") from None
+    return state
+
+
+def from_checkpoint(state):
+    """The model of a checkpoint, in fp32, on the CPU."""
+    model = Transformer(Config(**state["config"]))
+    model.load_state_dict(state["model"])
+    return model

@@ -1,0 +1,634 @@
+"""
+Pretrains the model of model.py with MLM, CLM, or one after the other on the same weights.
+
+    python train.py --objective mlm --mask_ratio 0.4                      one process: a CPU, or one GPU
+    torchrun --nproc_per_node=8 train.py --size 210m --dataset mine       DDP: nccl on GPUs, gloo on CPUs
+    python train.py --objective clm:0.25,mlm:0.75                         two phases on one clock
+
+The file reads from top to bottom: settings, their checks, data, model, optimizer, loop. Flags are made from the settings. What a run
+prints is also in OUT_DIR/metrics.jsonl; its weights are OUT_DIR/last.pt and best.pt.
+"""
+import argparse, contextlib, dataclasses, difflib, importlib.util, json, math, os, shutil, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from data.batches import count_windows, make_batch, prefetch
+from data.prepare import dataset_folder
+from data.tokenizer import load_tokenizer
+from data.tokens import TokenFile
+from model import (SIZES, Config, Transformer, count_parameters, flops_per_token, from_checkpoint, load_checkpoint, save_checkpoint, score,
+                   training_bytes)
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# settings
+
+
+def setting(default, text, kind=None):
+    return dataclasses.field(default=default, metadata={"help": text, "kind": kind or type(default)})
+
+
+@dataclass
+class Settings:
+    objective: str = setting("mlm", "mlm, clm, or phases with their shares of max_iters, as in clm:0.25,mlm:0.75")
+    mask_ratio: float = setting(0.4, "share of a row's ordinary tokens that MLM predicts")
+    mask_split: str = setting("1.0,0,0", "shares of these that become <|mask|>, become a random token, stay as they are")
+    packing: str = setting("documents", "documents: a token sees its own document; random: rows are cut in two at random, a piece sees all of itself")
+    size: str = setting("mini", "model: " + ", ".join(SIZES))
+    tie_embeddings: bool = setting(None, "the output head is the embedding matrix (default: yes for mini, no for the others)", bool)
+    dropout: float = setting(0.0, "share of units dropped")
+    dataset: str = setting("docstrings", "a folder under data/ (or any path) with train.bin, val.bin and bpe.json")
+    batch_size: int = setting(None, "rows of a micro-batch on one process (default: what fits tokens_per_iter, at most 32)", int)
+    block_size: int = setting(None, "tokens of a row (default: 128 on a CPU, 512 on a GPU)", int)
+    tokens_per_iter: int = setting(None, "tokens of an optimizer step, all processes and micro-batches together (default: 4,096 on a CPU, 65,536 on a GPU)", int)
+    max_iters: int = setting(None, "optimizer steps (default: 1,200 on a CPU, 2,000 on a GPU)", int)
+    learning_rate: float = setting(None, "rate of the plateau (default: 2e-3 for mini, 5e-4 for the others)", float)
+    warmup_iters: int = setting(None, "steps of linear warm-up (default: 5 %% of max_iters, at most 2,000)", int)
+    decay_iters: int = setting(None, "steps of linear decay at the end (default: 25 %% of max_iters, at most 2,000)", int)
+    weight_decay: float = setting(0.1, "on all parameters")
+    beta1: float = setting(0.9, "AdamW's")
+    beta2: float = setting(0.95, "AdamW's")
+    adam_eps: float = setting(1e-5, "AdamW's")
+    grad_clip: float = setting(1.0, "greatest gradient norm; 0: no clipping")
+    eval_interval: int = setting(None, "steps between evaluations, each with a last.pt (default: a tenth of max_iters, at most 1,000)", int)
+    eval_tokens: int = setting(65536, "validation tokens an evaluation reads; 0: all")
+    save_interval: int = setting(0, "steps between checkpoints that are kept, step_N.pt, from step 0 on; 0: none")
+    log_interval: int = setting(10, "steps between lines of metrics.jsonl")
+    out_dir: str = setting(None, "folder of the run (default: out/ and the objective's name)", str)
+    init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH: a new run from these weights")
+    init_optimizer: bool = setting(False, "with --init_from PATH: take AdamW's moments along as well")
+    device: str = setting("auto", "auto, cpu, cuda or mps")
+    dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
+    compile: bool = setting(None, "torch.compile (default: yes on a GPU)", bool)
+    attention: str = setting("auto", "auto, sdpa (PyTorch's) or triton (ours)")
+    seed: int = setting(1337, "of the weights, the order of the data and the masks")
+
+
+# A resumed run may change these and nothing else: where and how it runs, what it reports, and how long it goes on.
+FREE_AT_RESUME = {"batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "eval_tokens", "save_interval", "log_interval", "out_dir",
+                  "init_from", "device", "dtype", "compile", "attention"}
+
+
+def parse(argv):
+    """Command line -> {setting: value} of the flags that were given."""
+    def number(kind):
+        def convert(text):
+            value = kind(text) if kind is float or text.lstrip("+-").isdigit() else float(text.replace("_", ""))
+            if kind is int and value != int(value):
+                raise ValueError
+            return kind(value)
+        convert.__name__ = {int: "whole number", float: "number"}[kind]
+        return convert
+
+    def truth(text):
+        return {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}[text.lower()]
+
+    class OneLine(argparse.ArgumentParser):
+        def error(self, message):
+            raise SystemExit(message)
+
+    parser = OneLine(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    fields = dataclasses.fields(Settings)
+    for field in fields:
+        kind, default = field.metadata["kind"], "" if field.default is None else f" (default: {field.default})"
+        parser.add_argument(f"--{field.name}", metavar=kind.__name__, help=field.metadata["help"] + default, type=str)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), [field.name for field in fields], 1, 0.3)
+        raise SystemExit(f"{unknown[0]}: no such setting" + (f"; did you mean --{near[0]}?" if near else "; --help lists them"))
+    values = {}
+    for field in fields:
+        if field.name in given:
+            text, kind = getattr(given, field.name), field.metadata["kind"]
+            try:
+                values[field.name] = {int: number(int), float: number(float), bool: truth, str: str}[kind](text)
+            except (ValueError, KeyError, OverflowError):
+                wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+                raise SystemExit(f"--{field.name} {text}: give {wanted}") from None
+    return values
+
+
+def phases_of(objective, max_iters):
+    """"clm:0.25,mlm:0.75" -> [("clm", first iteration, iteration after the last), ("mlm", ...)]."""
+    parts = [part.partition(":") for part in objective.split(",")]
+    try:
+        shares = [float(share) if colon else 1.0 for _, colon, share in parts]
+    except ValueError:
+        shares = [0]
+    if any(name not in ("mlm", "clm") for name, _, _ in parts) or not all(share > 0 for share in shares):
+        raise SystemExit(f"--objective {objective}: give mlm, clm, or phases with shares above 0, as in clm:0.25,mlm:0.75")
+    if abs(sum(shares) - 1) > 1e-6:
+        raise SystemExit(f"--objective {objective}: the shares add up to {sum(shares):g}, not to 1")
+    bounds = [round(max_iters * sum(shares[:i])) for i in range(len(shares))] + [max_iters]
+    phases = [(name, first, after) for (name, _, _), first, after in zip(parts, bounds, bounds[1:])]
+    for name, first, after in phases:
+        if after <= first:
+            raise SystemExit(f"--objective {objective}: the phase {name} gets no step of --max_iters {max_iters}; give more steps or a larger share")
+    return phases
+
+
+def names_of(objective):
+    return [part.partition(":")[0] for part in objective.split(",")]
+
+
+def learning_rate_at(iteration, s):
+    """Warm-up, plateau, decay (WSD, arXiv 2404.06395): the rate of the step with this number, counted from 0."""
+    up = (iteration + 1) / s.warmup_iters if s.warmup_iters else 1
+    down = (s.max_iters - iteration) / s.decay_iters if s.decay_iters else 1
+    return s.learning_rate * min(1, up, down)
+
+
+def adapt(s, device, world):
+    """Fills in the settings whose defaults depend on the machine, the model and the length of the run."""
+    gpu = device.type != "cpu"
+    default = lambda value, other: other if value is None else value
+    s.block_size = default(s.block_size, 512 if gpu else 128)
+    s.tokens_per_iter = default(s.tokens_per_iter, 65536 if gpu else 4096)
+    rows = s.tokens_per_iter // (s.block_size * world) if s.block_size > 0 else 0
+    if s.batch_size is None:  # the greatest divisor of a process's rows up to 32
+        s.batch_size = next((n for n in range(min(32, rows), 1, -1) if rows % n == 0), 1)
+    s.max_iters = default(s.max_iters, 2000 if gpu else 1200)
+    s.learning_rate = default(s.learning_rate, 2e-3 if s.size == "mini" else 5e-4)
+    s.warmup_iters = default(s.warmup_iters, min(2000, s.max_iters // 20, s.max_iters - (s.decay_iters or 0)))
+    s.decay_iters = default(s.decay_iters, max(0, min(2000, s.max_iters // 4, s.max_iters - s.warmup_iters)))
+    s.eval_interval = default(s.eval_interval, max(1, min(1000, s.max_iters // 10)))
+
+
+def check(s, world):
+    """Impossible settings end here, in one line, before any work. Returns the shares of mask_split."""
+    def need(good, name, why):
+        if not good:
+            raise SystemExit(f"--{name} {getattr(s, name)}: {why}")
+
+    need(s.size in SIZES, "size", f"no such model; give one of {', '.join(SIZES)}")
+    need(0 < s.mask_ratio < 1, "mask_ratio", "give a share between 0 and 1")
+    try:
+        split = tuple(float(share) for share in s.mask_split.split(","))
+    except ValueError:
+        split = ()
+    need(len(split) == 3 and all(share >= 0 for share in split) and abs(sum(split) - 1) < 1e-6, "mask_split", "give three shares that add up to 1, as in 0.8,0.1,0.1")
+    need(s.packing in ("documents", "random"), "packing", "give documents or random")
+    need(s.device in ("auto", "cpu", "cuda", "mps"), "device", "give auto, cpu, cuda or mps")
+    need(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "give auto, float32 or bfloat16")
+    need(s.attention in ("auto", "sdpa", "triton"), "attention", "give auto, sdpa or triton")
+    need(0 <= s.dropout < 1, "dropout", "give a share from 0 up to but not including 1")
+    for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
+        need(getattr(s, name) >= 1, name, "at least 1")
+    for name in ("warmup_iters", "decay_iters", "save_interval", "eval_tokens", "weight_decay", "grad_clip", "seed"):
+        need(0 <= getattr(s, name) < math.inf, name, "not below 0")
+    need(0 < s.learning_rate < math.inf, "learning_rate", "give a number above 0")
+    need(0 <= s.beta1 < 1, "beta1", "give a number from 0 up to but not including 1")
+    need(0 <= s.beta2 < 1, "beta2", "give a number from 0 up to but not including 1")
+    need(s.adam_eps > 0, "adam_eps", "give a number above 0")
+    need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters", f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
+    longest = Config.block_size
+    need(s.block_size <= longest, "block_size", f"the models read at most {longest:,} tokens")
+    step = s.batch_size * s.block_size * world
+    if s.tokens_per_iter % step:
+        raise SystemExit(f"--tokens_per_iter {s.tokens_per_iter}: no multiple of {step} (batch_size {s.batch_size} x block_size {s.block_size} x {world} "
+                         f"process{'es' * (world > 1)}); the nearest are {s.tokens_per_iter // step * step or step} and {(s.tokens_per_iter // step + 1) * step}")
+    return split
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# machine
+
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "GB200": 2250e12, "A100": 312e12, "A800": 312e12,
+              "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12, "3090": 71e12, "5090": 210e12}  # dense bf16, from the data sheets
+
+
+def pick_device(s):
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    kind = s.device if s.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(kind, True):
+        raise SystemExit(f"--device {kind}: this machine, or this build of PyTorch {torch.__version__}, has none")
+    if kind == "cuda":
+        if processes > torch.cuda.device_count():
+            raise SystemExit(f"{processes} processes, but {torch.cuda.device_count()} GPUs on this machine; lower --nproc_per_node")
+        torch.cuda.set_device(local_rank)
+        torch.set_float32_matmul_precision("high")  # fp32 products may use tf32
+    return torch.device(kind, local_rank if kind == "cuda" else None)
+
+
+def pick_dtype(s, device):
+    able = {"cuda": lambda: torch.cuda.get_device_capability() >= (8, 0) or bool(torch.version.hip),
+            "cpu": getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False), "mps": lambda: False}[device.type]()
+    if s.dtype == "bfloat16" and not able and device.type == "cuda":
+        raise SystemExit("--dtype bfloat16: this GPU has no bf16 matrix units; leave --dtype auto")
+    return torch.bfloat16 if s.dtype == "bfloat16" or s.dtype == "auto" and able else torch.float32
+
+
+def pick_compile(s, device):
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    able = compiler and (device.type != "cuda" or importlib.util.find_spec("triton"))
+    if s.compile and not able:
+        raise SystemExit(f"--compile true: torch.compile needs {'a C++ compiler' if not compiler else 'the package triton'}, and there is none here")
+    return bool(able) and device.type == "cuda" if s.compile is None else s.compile
+
+
+class Team:
+    """The processes of this run, as torchrun made them; one process needs no torchrun."""
+
+    def __init__(self):
+        self.rank, self.world, self.local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+        self.first = self.rank == 0
+
+    def start(self, device):
+        self.control = None
+        if self.world > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            if device.type == "cuda":
+                self.control = dist.new_group(backend="gloo")  # for numbers that live on the CPU: no device waits for them
+
+    def sum(self, *numbers):
+        """The sums over all processes of a few CPU numbers."""
+        if self.world == 1:
+            return numbers
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return total.tolist()
+
+    def share(self, value):
+        """The first process's value, on all of them."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self.control)
+        return box[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# data
+
+def open_dataset(s, team):
+    folder = dataset_folder(s.dataset)
+    if s.dataset == "docstrings" and not (folder / "train.bin").exists() and team.local_rank == 0:
+        from data.docstrings.prepare import main as prepare
+        print(f"{folder} has no train.bin yet: making it from the documentation of this Python installation", flush=True)
+        prepare()
+    team.sum(0)  # the others wait
+    train, val = TokenFile(folder / "train.bin"), TokenFile(folder / "val.bin")
+    tokenizer = load_tokenizer(folder / "bpe.json") if (folder / "bpe.json").exists() else None
+    if tokenizer is None or not tokenizer.hash == train.tokenizer_hash == val.tokenizer_hash:
+        raise SystemExit(f"{folder}: train.bin, val.bin and bpe.json are not of one tokenizer; delete them and prepare the data again")
+    for file in (train, val):
+        if file.n_tokens < s.block_size:
+            raise SystemExit(f"{file.path}: {file.n_tokens:,} tokens, fewer than one row of --block_size {s.block_size}; give more text or shorter rows")
+    return train, val, tokenizer
+
+
+def training_batches(s, split, tokens, device, team, phases, first_iter, first_row):
+    """The micro-batches of this process, a list for each iteration from first_iter on, made and moved ahead in a thread."""
+    rows_per_iter = s.tokens_per_iter // s.block_size
+
+    def make(iteration):
+        objective = objective_at(iteration, phases)
+        rows = first_row + iteration * rows_per_iter + np.arange(rows_per_iter).reshape(-1, team.world, s.batch_size)[:, team.rank]
+        return [make_batch(tokens, row, s.block_size, objective, s.mask_ratio, split, s.packing, s.seed).to(device) for row in rows]
+
+    return prefetch(make, range(first_iter, s.max_iters))
+
+
+def objective_at(iteration, phases):
+    return next(name for name, first, after in phases if iteration < after)
+
+
+def evaluate(model, raw, s, split, tokens, device, autocast, team, objectives):
+    """{val_loss_mlm, val_accuracy_mlm, val_loss_clm}: means over fixed windows with fixed masks, each target once, for any number of processes."""
+    raw.eval()
+    n = count_windows(tokens, s.block_size)
+    n = min(n, math.ceil(s.eval_tokens / s.block_size)) if s.eval_tokens else n
+    batches = math.ceil(n / (s.batch_size * team.world))
+    rows = np.full(batches * team.world * s.batch_size, -1)
+    rows[:n] = np.arange(n)
+    rows = rows.reshape(batches, team.world, s.batch_size)[:, team.rank]
+    results = {}
+    for objective in dict.fromkeys(objectives):
+        make = lambda i: make_batch(tokens, rows[i], s.block_size, objective, s.mask_ratio, split, s.packing, seed=0).to(device)
+        loss = right = count = 0
+        for batch in prefetch(make, range(batches)):
+            with torch.no_grad(), autocast():
+                hidden = model(batch.ids, batch.cu_seqlens, batch.max_seqlen, objective == "clm").flatten(0, 1)
+                part, hits = score(hidden if batch.positions is None else hidden[batch.positions], raw.head_weight, batch.targets)
+            loss, right, count = loss + part, right + hits, count + batch.n_targets
+        loss, right, count = team.sum(float(loss), float(right), count)
+        results[f"val_loss_{objective}"] = loss / max(count, 1)
+        if objective == "mlm":
+            results["val_accuracy_mlm"] = right / max(count, 1)
+    raw.train()
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# what a person sees
+
+def plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir):
+    blocks, embedding, head = count_parameters(config)
+    rows = s.tokens_per_iter // s.block_size
+    micro = s.batch_size * s.block_size
+    lines = {
+        "device": f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}, {torch.get_num_threads()} threads'}"
+                  f"{f', {team.world} processes' if team.world > 1 else ''}; {str(dtype)[6:]}; attention by PyTorch; {'torch.compile' if compiled else 'not compiled'}",
+        "model": f"{s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, "
+                 f"head {f'{head / 1e6:.1f}M' if head else 'tied to it'}",
+        "data": f"{s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer})",
+        "step": f"{s.tokens_per_iter:,} tokens = {rows} rows of {s.block_size} = {team.world} process{'es' * (team.world > 1)} x "
+                f"{s.tokens_per_iter // micro // team.world} micro-batch of {s.batch_size} rows; memory about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB",
+        "run": f"{s.max_iters:,} steps, {s.max_iters * s.tokens_per_iter / 1e6:,.1f}M tokens, {s.max_iters * s.tokens_per_iter / train.n_tokens:.2g} times the data"
+               f"{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down",
+        "phases": ", ".join(f"{name} {first:,}-{after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases),
+        "output": f"{out_dir}"}
+    print("\n".join(f"{name:8}{line}" for name, line in lines.items()), flush=True)
+
+
+@torch.no_grad()
+def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, words=3):
+    """Held-out sentences in which a few words are hidden, and what the model takes them for."""
+    model.eval()
+    print(f"held-out sentences, and what the model puts at the numbered places from {'the words before' if causal else 'the words on both sides'}:")
+    ids = np.asarray(val.ids[:500_000]).astype(np.int64)
+    documents = [ids[a:b] for a, b in zip(np.flatnonzero(ids == val.eos)[:-1] + 1, np.flatnonzero(ids == val.eos)[1:])]
+    is_word = lambda text: text.startswith(" ") and text[1:].isalpha() and len(text) > 4
+    rng = np.random.default_rng(0)
+    for document in rng.permutation(np.array([d for d in documents if 16 <= len(d) <= 48] + [None], object)[:-1]):
+        places = np.array([i for i in range(1, len(document)) if is_word(tokenizer.decode(document[i:i + 1]))])
+        if sentences == 0:
+            break
+        if len(places) < 2 * words:
+            continue
+        sentences -= 1
+        places = np.sort(rng.choice(places, words, replace=False))
+        hidden = document.copy()
+        if not causal:
+            hidden[places] = tokenizer.mask
+        with autocast():
+            states = model(torch.from_numpy(hidden)[None].to(device), causal=causal)[0, places - causal]
+            chances = (states @ model.head_weight.t()).float()[:, :tokenizer.n_ordinary].softmax(-1)
+        parts = [tokenizer.decode(document[a:b]) for a, b in zip([0, *places + 1], [*places, len(document)])]
+        print('  "' + parts[0] + "".join(f" ({n + 1})" + part for n, part in enumerate(parts[1:])).replace("\n", " ") + '"')
+        for n, (place, row) in enumerate(zip(places, chances)):
+            top = row.topk(4)
+            guesses = ", ".join(f"{tokenizer.decode([i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
+            print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():12} guesses: {guesses}")
+
+
+def plot(out_dir):
+    """curves.png from metrics.jsonl, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for key in ("loss", "val_loss_mlm", "val_loss_clm"):
+        points = [(line["iter"], line[key]) for line in lines if key in line]
+        if points:
+            axis.plot(*zip(*points), **(dict(color="0.75", zorder=0) if key == "loss" else dict(marker="o")), label="training loss" if key == "loss" else key)
+    axis.set(xlabel="iteration", ylabel="nats a token", title=str(out_dir))
+    axis.legend()
+    figure.savefig(out_dir / "curves.png", dpi=120, bbox_inches="tight")
+    print(f"curves: {out_dir / 'curves.png'}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# the run
+
+def find_out_dir(s):
+    """The folder of the run. By default out/mlm, or out/mlm-2, ... where that is taken; to resume, the newest of these that is there."""
+    folder = Path(s.out_dir or "out/" + "-".join(names_of(s.objective)))
+    taken = lambda path: (path / "metrics.jsonl").exists() or any(path.glob("*.pt"))
+    if s.out_dir is None:
+        folders = [folder] + [folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000)]
+        free = next(n for n, path in enumerate(folders) if not taken(path))
+        return folders[max(0, free - 1) if s.init_from == "resume" else free]
+    if s.init_from != "resume" and taken(folder):
+        raise SystemExit(f"--out_dir {folder}: holds a run already; go on with it by --init_from resume, take another folder, or delete it")
+    return folder
+
+
+def starting_point(given, team):
+    """(settings, folder of the run, checkpoint to go on from or None)."""
+    s = Settings(**given)
+    phases_of(s.objective, s.max_iters or 10**9)
+    out_dir = Path(team.share(str(find_out_dir(s)) if team.first else None))
+    if s.init_from == "scratch":
+        return s, out_dir, None
+    if s.init_from != "resume":
+        state = load_checkpoint(s.init_from)
+        s.size = given.get("size", state["settings"]["size"])
+        s.tie_embeddings = given.get("tie_embeddings", state["config"]["tie_embeddings"])
+        wanted = {**SIZES.get(s.size, {}), "tie_embeddings": s.tie_embeddings}
+        for name, value in wanted.items():
+            if state["config"][name] != value:
+                raise SystemExit(f"--init_from {s.init_from}: its {name} is {state['config'][name]}, but --size {s.size} --tie_embeddings {s.tie_embeddings} has {value}; leave these out")
+        return s, out_dir, state
+    state = load_checkpoint(out_dir / "last.pt")
+    saved = state["settings"]
+    for name in given.keys() - FREE_AT_RESUME:
+        if given[name] != saved[name]:
+            raise SystemExit(f"--{name} {given[name]}: the run in {out_dir} has {saved[name]}; to change it, start a new run from these weights "
+                             f"with --init_from {out_dir / 'last.pt'}")
+    s = Settings(**{**saved, **given})
+    if s.max_iters != saved["max_iters"] and len(names_of(s.objective)) > 1:
+        raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} has {saved['max_iters']}, and its phases are shares of it; start a new run from these weights "
+                         f"with --init_from {out_dir / 'last.pt'}")
+    if s.max_iters < state["iter"]:
+        raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} is at iteration {state['iter']} already")
+    if "batch_size" not in given and s.tokens_per_iter % (s.batch_size * s.block_size * team.world):
+        s.batch_size = None  # written by another number of processes
+    return s, out_dir, state
+
+
+def open_log(out_dir, iteration):
+    """metrics.jsonl, without the lines that a resumed run is about to write again."""
+    path = out_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the process was killed while it wrote
+            continue
+        if entry["iter"] < iteration or entry["iter"] == iteration and "loss" in entry:
+            kept.append(line)
+    if len(kept) < len(lines):
+        print(f"{path}: {len(lines) - len(kept)} lines past iteration {iteration} are dropped, since that part runs again")
+        part = path.with_suffix(".tmp")
+        part.write_text("".join(kept))
+        os.replace(part, path)
+    return open(path, "a", buffering=1)
+
+
+def main(argv, team):
+    s, out_dir, state = None, None, None
+    given = parse(argv)
+    quick = Settings(**given)
+    if quick.device not in ("auto", "cpu", "cuda", "mps"):
+        raise SystemExit(f"--device {quick.device}: give auto, cpu, cuda or mps")
+    device = pick_device(quick)
+    team.start(device)
+    s, out_dir, state = starting_point(given, team)
+    adapt(s, device, team.world)
+    split = check(s, team.world)
+    phases = phases_of(s.objective, s.max_iters)
+    resumed = s.init_from == "resume"
+    iteration = state["iter"] if resumed else 0
+    if iteration == s.max_iters:
+        if team.first:
+            print(f"{out_dir}: finished, at iteration {iteration:,} of --max_iters {s.max_iters:,}; nothing to do. More steps: --max_iters with --init_from resume")
+        return
+    dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
+
+    # data
+    train, val, tokenizer = open_dataset(s, team)
+    data = {"tokenizer_hash": train.tokenizer_hash, "n_tokens": train.n_tokens, "seed": s.seed, "block_size": s.block_size}
+    first_row = 0
+    if state:
+        if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
+            raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not the one of {s.init_from if not resumed else out_dir} ({state['tokenizer']['name']}); "
+                             f"prepare the text with --tokenizer and that run's bpe.json")
+        if resumed and state["data"] != data:
+            raise SystemExit(f"--dataset {s.dataset}: it has changed since the run in {out_dir} began ({state['data']['n_tokens']:,} tokens then, {train.n_tokens:,} now)")
+        if state["data"] == data:  # goes on where the data stood
+            first_row = state["first_row"] + (0 if resumed else state["iter"] * (state["settings"]["tokens_per_iter"] // s.block_size))
+
+    # model and optimizer
+    torch.manual_seed(s.seed)
+    if state:
+        config = Config(**{**state["config"], "dropout": s.dropout})
+        raw = Transformer(config)
+        raw.load_state_dict(state["model"])
+    else:
+        shape = dict(SIZES[s.size])
+        if s.tie_embeddings is not None:
+            shape["tie_embeddings"] = s.tie_embeddings
+        config = Config(vocab_size=train.vocab_size, dropout=s.dropout, **shape)
+        raw = Transformer(config)
+    s.tie_embeddings = config.tie_embeddings
+    raw.to(device)
+    optimizer = torch.optim.AdamW(raw.parameters(), s.learning_rate, (s.beta1, s.beta2), s.adam_eps, s.weight_decay, fused=True)
+    if state and (resumed or s.init_optimizer):
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0].update(betas=(s.beta1, s.beta2), eps=s.adam_eps, weight_decay=s.weight_decay)
+    model = compiled_model = torch.compile(raw) if compiled else raw
+    if team.world > 1:
+        model = torch.nn.parallel.DistributedDataParallel(compiled_model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    # records
+    best = state["best"] if resumed else math.inf
+    tokens_seen = state["tokens"] if resumed else 0
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name(device)), None) if device.type == "cuda" and dtype == torch.bfloat16 else None
+    judge = f"val_loss_{phases[-1][0]}"  # what best.pt is the minimum of
+    log = None
+    if team.first:
+        plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        log = open_log(out_dir, iteration)
+    bar = tqdm(total=s.max_iters, initial=iteration, unit="step", disable=not team.first, mininterval=0.5 if sys.stderr.isatty() else 20)
+    first_bad = torch.full((), -1, device=device)  # the iteration whose gradient was not finite; looked at only where the device is waited for anyway
+
+    def record(**entry):
+        if team.first:
+            log.write(json.dumps(entry) + "\n")
+
+    def stop_if_diverged():
+        if (at := int(first_bad)) >= 0:
+            raise SystemExit(f"diverged: the gradient of iteration {at} is not finite; the checkpoints in {out_dir} are from before it. Lower --learning_rate ({s.learning_rate:g})")
+
+    def save(name):
+        stop_if_diverged()
+        if team.first:
+            save_checkpoint(out_dir / name, {
+                "model": raw.state_dict(), "config": dataclasses.asdict(config), "optimizer": optimizer.state_dict(), "settings": dataclasses.asdict(s),
+                "tokenizer": tokenizer.to_dict(), "data": data, "first_row": first_row, "iter": iteration, "tokens": tokens_seen, "best": best})
+
+    stopping = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: stopping.append(number))
+
+    # the loop
+    stream = training_batches(s, split, train, device, team, phases, iteration, first_row)
+    begun, clock, timed_tokens = iteration, time.perf_counter(), 0
+    while True:
+        fresh = iteration > begun or not resumed  # the checkpoint of this iteration is not there yet
+        if s.save_interval and iteration % s.save_interval == 0 and fresh:
+            save(f"step_{iteration}.pt")
+        if iteration % s.eval_interval == 0 or iteration == s.max_iters:
+            if iteration and fresh:
+                save("last.pt")  # before the evaluation: whatever happens there, the work is kept
+            results = evaluate(compiled_model, raw, s, split, val, device, autocast, team, names_of(s.objective))
+            record(iter=iteration, **results)
+            line = " | ".join(f"{name} {value:.4f}" if "loss" in name else f"{name} {value:.1%}" for name, value in results.items())
+            tqdm.write(f"iter {iteration:6,} | {line}") if team.first else None
+            if iteration and results[judge] < best:  # never true of a NaN
+                best = results[judge]
+                save("best.pt")
+            clock, timed_tokens = time.perf_counter(), 0
+        if iteration == s.max_iters:
+            break
+        batches = next(stream)
+        n_targets, n_tokens, n_pairs, stop = team.sum(sum(b.n_targets for b in batches), sum(b.n_tokens for b in batches), sum(b.n_pairs for b in batches), len(stopping))
+        if stop:
+            break
+        if s.dropout:
+            torch.manual_seed(hash((s.seed, iteration, team.rank)))  # drops the same units after a resume, and different ones on each process
+        causal = objective_at(iteration, phases) == "clm"
+        rate = learning_rate_at(iteration, s)
+        optimizer.param_groups[0]["lr"] = rate
+        loss_sum = torch.zeros((), device=device)
+        for b in batches:
+            with contextlib.nullcontext() if b is batches[-1] or team.world == 1 else model.no_sync():
+                with autocast():
+                    loss = model(b.ids, b.cu_seqlens, b.max_seqlen, causal, b.positions, b.targets)
+                (loss * (team.world / max(n_targets, 1))).backward()  # DDP takes the mean over processes; together the mean over all targets
+            loss_sum += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip or math.inf)
+        first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), iteration + 1, first_bad)
+        optimizer.step()
+        optimizer.zero_grad()
+        iteration += 1
+        tokens_seen += int(n_tokens)
+        timed_tokens += int(n_tokens)
+        if iteration % s.log_interval == 0 or iteration == s.max_iters:
+            stop_if_diverged()
+            loss = team.sum(float(loss_sum))[0] / max(n_targets, 1)
+            speed = timed_tokens / (time.perf_counter() - clock)
+            use = flops_per_token(config, n_pairs / n_tokens / (1 + causal), n_targets / n_tokens) * speed / peak / team.world if peak else None
+            record(iter=iteration, loss=loss, lr=rate, grad_norm=float(norm), tokens=tokens_seen, tokens_per_s=round(speed), **{"mfu": round(use, 4)} if peak else {})
+            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s, MFU {f'{use:.1%}' if peak else 'n/a'}", refresh=False)
+            clock, timed_tokens = time.perf_counter(), 0
+        bar.update(1)
+    bar.close()
+    stream.close()
+    if stop_signal := iteration < s.max_iters:
+        save("last.pt")
+    if team.first:
+        log.close()
+        if stop_signal:
+            print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. Go on: the same command with --init_from resume --out_dir {out_dir}")
+        else:
+            show_guesses(raw, tokenizer, val, phases[-1][0] == "clm", device, autocast)
+            plot(out_dir)
+            print(f"weights: {out_dir / 'last.pt'} (iteration {iteration:,}), {out_dir / 'best.pt'} ({judge} {best:.4f})")
+    if team.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    the_team = Team()
+    try:
+        main(sys.argv[1:], the_team)
+    except SystemExit as end:
+        if isinstance(end.code, str):  # bad input: one line, from one process of each machine
+            if the_team.local_rank == 0:
+                print(f"error: {end.code}", file=sys.stderr)
+            end.code = 1
+        raise
