@@ -239,13 +239,17 @@ class HeadLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(h) if train_hidden else None
         d_weight = None
         for rows in row_blocks(len(h), len(w)):
-            target = targets[rows]
-            counts = (target != IGNORE)[:, None]
-            target = target.clamp(min=0)[:, None]
-            logp = torch.log_softmax(h[rows] @ w.t(), -1, dtype=torch.float32)  # (rows, V)
-            loss -= (logp.gather(1, target) * counts).sum()
+            target = targets[rows].clamp(min=0)[:, None]
+            counts = (targets[rows] != IGNORE)[:, None].float()
+            logits = h[rows] @ w.t()                                    # (rows, V)
+            top = logits.amax(-1, keepdim=True).float()
+            p = (logits - top).exp_()                                   # fp32 from here on
+            total = p.sum(-1, keepdim=True)
+            loss += ((total.log() + top - logits.gather(1, target)) * counts).sum()
+            del logits
             if train_hidden or train_weight:
-                d_logits = logp.exp_().scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32)).mul_(counts).to(dtype)
+                d_logits = p.mul_(counts / total).scatter_add_(1, target, -counts).to(dtype)  # softmax minus one at the target
+                del p
                 if train_hidden:
                     d_hidden[rows] = d_logits @ w
                 if train_weight:
@@ -265,13 +269,13 @@ class HeadLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def score(hidden, weight, targets):
-    """hidden (N, C), weight (V, C), targets (N,) -> summed loss in nats and number of targets that are the first guess, both fp64 scalars."""
+    """hidden (N, C), weight (V, C), targets (N,) -> summed loss in nats (fp32) and how many targets are the first guess (int64), both scalars."""
     dtype = compute_dtype(hidden)
     h, w = hidden.to(dtype), weight.to(dtype)
-    loss, right = torch.zeros(2, dtype=torch.float64, device=hidden.device)
+    loss, right = torch.zeros((), device=hidden.device), torch.zeros((), dtype=torch.int64, device=hidden.device)
     for rows in row_blocks(len(h), len(w)):
         logits = (h[rows] @ w.t()).float()
-        loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="none").double().sum()
+        loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="sum")
         right += (logits.argmax(-1) == targets[rows]).sum()
     return loss, right
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data.batches import count_windows, make_batch, prefetch
+from data.batches import count_windows, make_batch, prefetch, stream_key
 from data.prepare import dataset_folder
 from data.tokenizer import load_tokenizer
 from data.tokens import TokenFile
@@ -64,7 +64,7 @@ class Settings:
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
     compile: bool = setting(None, "torch.compile (default: yes on a GPU)", bool)
-    attention: str = setting("auto", "auto, sdpa (PyTorch's) or triton (ours)")
+    attention: str = setting("auto", "auto or sdpa (PyTorch's)")
     seed: int = setting(1337, "of the weights, the order of the data and the masks")
 
 
@@ -172,9 +172,8 @@ def check(s, world):
         split = ()
     need(len(split) == 3 and all(share >= 0 for share in split) and abs(sum(split) - 1) < 1e-6, "mask_split", "give three shares that add up to 1, as in 0.8,0.1,0.1")
     need(s.packing in ("documents", "random"), "packing", "give documents or random")
-    need(s.device in ("auto", "cpu", "cuda", "mps"), "device", "give auto, cpu, cuda or mps")
     need(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "give auto, float32 or bfloat16")
-    need(s.attention in ("auto", "sdpa", "triton"), "attention", "give auto, sdpa or triton")
+    need(s.attention in ("auto", "sdpa"), "attention", "give auto or sdpa")
     need(0 <= s.dropout < 1, "dropout", "give a share from 0 up to but not including 1")
     for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
         need(getattr(s, name) >= 1, name, "at least 1")
@@ -205,7 +204,9 @@ def pick_device(s):
     local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     kind = s.device if s.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(kind, True):
+    if kind not in there:
+        raise SystemExit(f"--device {kind}: give auto, cpu, cuda or mps")
+    if not there[kind]:
         raise SystemExit(f"--device {kind}: this machine, or this build of PyTorch {torch.__version__}, has none")
     if kind == "cuda":
         if processes > torch.cuda.device_count():
@@ -238,19 +239,15 @@ class Team:
         self.rank, self.world, self.local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
         self.first = self.rank == 0
 
-    def start(self, device):
-        self.control = None
-        if self.world > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-            if device.type == "cuda":
-                self.control = dist.new_group(backend="gloo")  # for numbers that live on the CPU: no device waits for them
+        if self.world > 1:  # gloo carries what lives on the CPU, so that no device waits for it
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
     def sum(self, *numbers):
         """The sums over all processes of a few CPU numbers."""
         if self.world == 1:
             return numbers
         total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control)
+        dist.all_reduce(total)
         return total.tolist()
 
     def share(self, value):
@@ -258,7 +255,7 @@ class Team:
         if self.world == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, 0, group=self.control)
+        dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]
 
 
@@ -350,31 +347,34 @@ def plan(s, team, device, dtype, compiled, train, val, config, phases, first_row
 def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, words=3):
     """Held-out sentences in which a few words are hidden, and what the model takes them for."""
     model.eval()
-    print(f"held-out sentences, and what the model puts at the numbered places from {'the words before' if causal else 'the words on both sides'}:")
     ids = np.asarray(val.ids[:500_000]).astype(np.int64)
-    documents = [ids[a:b] for a, b in zip(np.flatnonzero(ids == val.eos)[:-1] + 1, np.flatnonzero(ids == val.eos)[1:])]
-    is_word = lambda text: text.startswith(" ") and text[1:].isalpha() and len(text) > 4
+    ends = np.flatnonzero(ids == val.eos)
     rng = np.random.default_rng(0)
-    for document in rng.permutation(np.array([d for d in documents if 16 <= len(d) <= 48] + [None], object)[:-1]):
-        places = np.array([i for i in range(1, len(document)) if is_word(tokenizer.decode(document[i:i + 1]))])
-        if sentences == 0:
-            break
-        if len(places) < 2 * words:
+    shown = 0
+    for i in rng.permutation(len(ends) - 1):
+        document = ids[ends[i] + 1:ends[i + 1]]
+        pieces = [tokenizer.decode([token]) for token in document]
+        whole = [n for n, (piece, after) in enumerate(zip(pieces, pieces[1:] + [" "]))
+                 if n and len(piece) > 4 and piece[0] == " " and piece[1:].isalpha() and not after[:1].isalpha()]
+        if not 16 <= len(document) <= 48 or len(whole) < 2 * words or shown == sentences:
             continue
-        sentences -= 1
-        places = np.sort(rng.choice(places, words, replace=False))
+        if shown == 0:
+            print(f"held-out sentences; what the model puts at the numbered places, from {'the words before' if causal else 'the words on both sides'}:")
+        shown += 1
+        places = np.sort(rng.choice(whole, words, replace=False))
         hidden = document.copy()
         if not causal:
             hidden[places] = tokenizer.mask
         with autocast():
             states = model(torch.from_numpy(hidden)[None].to(device), causal=causal)[0, places - causal]
             chances = (states @ model.head_weight.t()).float()[:, :tokenizer.n_ordinary].softmax(-1)
-        parts = [tokenizer.decode(document[a:b]) for a, b in zip([0, *places + 1], [*places, len(document)])]
-        print('  "' + parts[0] + "".join(f" ({n + 1})" + part for n, part in enumerate(parts[1:])).replace("\n", " ") + '"')
+        for n, place in enumerate(places):
+            pieces[place] = f" ({n + 1})"
+        print('  "' + "".join(pieces).replace("\n", " ") + '"')
         for n, (place, row) in enumerate(zip(places, chances)):
             top = row.topk(4)
             guesses = ", ".join(f"{tokenizer.decode([i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
-            print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():12} guesses: {guesses}")
+            print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():14} guesses: {guesses}")
 
 
 def plot(out_dir):
@@ -467,14 +467,8 @@ def open_log(out_dir, iteration):
 
 
 def main(argv, team):
-    s, out_dir, state = None, None, None
-    given = parse(argv)
-    quick = Settings(**given)
-    if quick.device not in ("auto", "cpu", "cuda", "mps"):
-        raise SystemExit(f"--device {quick.device}: give auto, cpu, cuda or mps")
-    device = pick_device(quick)
-    team.start(device)
-    s, out_dir, state = starting_point(given, team)
+    s, out_dir, state = starting_point(parse(argv), team)
+    device = pick_device(s)
     adapt(s, device, team.world)
     split = check(s, team.world)
     phases = phases_of(s.objective, s.max_iters)
@@ -579,7 +573,7 @@ def main(argv, team):
         if stop:
             break
         if s.dropout:
-            torch.manual_seed(hash((s.seed, iteration, team.rank)))  # drops the same units after a resume, and different ones on each process
+            torch.manual_seed(int(stream_key(s.seed, iteration, team.rank)[0] >> 1))  # the same units after a resume, others on each process
         causal = objective_at(iteration, phases) == "clm"
         rate = learning_rate_at(iteration, s)
         optimizer.param_groups[0]["lr"] = rate

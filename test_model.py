@@ -1,0 +1,606 @@
+"""What must stay true of the model and of pretraining. `python -m pytest` runs this file and the test files of the folders."""
+import json, math, os, re, shutil, signal, subprocess, sys, time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_file
+import train
+from data.batches import make_batch
+from data.test_data import byte_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokens import TokenFile, TokenWriter
+from model import IGNORE, SIZES, Config, HeadLoss, Transformer, count_parameters, flops_per_token, load_checkpoint, save_checkpoint, score, training_bytes
+
+ROOT = Path(__file__).resolve().parent
+torch.set_num_threads(1)  # the models here are too small for more
+LENGTHS = [1, 7, 48, 63, 64, 65, 129, 300]  # of rows; in fp32 the explicit form of attention ends at 256, so both forms are tried
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    config = Config(**{**dict(vocab_size=100, block_size=512, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, intermediate_size=48), **changes})
+    network = Transformer(config)
+    for p in network.parameters():  # larger than N(0, 0.02), so that every token matters visibly
+        torch.nn.init.normal_(p, std=0.2) if p.dim() > 1 else torch.nn.init.normal_(p, 1, 0.2)
+    return network
+
+
+def bounds(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+# --- the network
+
+
+def test_parameter_counts_are_the_papers():
+    """arXiv 2507.00994 and EuroBERT: blocks, with the embedding, with the head, in millions."""
+    for size, wanted in {"210m": (113, 212, 310), "610m": (460, 608, 756), "1b": (759, 981, 1202)}.items():
+        config = Config(**SIZES[size])
+        with torch.device("meta"):
+            network = Transformer(config)
+        assert config.vocab_size == 128256 and config.block_size == 2048
+        blocks, embedding, head = count_parameters(config)
+        assert blocks + embedding + head == sum(p.numel() for p in network.parameters())
+        assert tuple(round(n / 1e6) for n in (blocks, blocks + embedding, blocks + embedding + head)) == wanted
+    assert Config(**SIZES["1b"]).head_dim == 96
+    assert count_parameters(Config(**SIZES["mini"]))[2] == 0
+
+
+def test_untrained_weights_and_loss():
+    torch.manual_seed(0)
+    network = Transformer(Config(vocab_size=4096, **SIZES["mini"]))
+    for name, p in network.named_parameters():
+        assert abs(p.std() - 0.02) < 0.001 if p.dim() > 1 else (p == 1).all(), name
+    ids = torch.randint(0, 4096, (4, 128))
+    loss = network(ids, targets=torch.randint(0, 4096, (512,))) / 512
+    assert abs(loss - math.log(4096)) < 0.1
+
+
+@pytest.mark.parametrize("T", LENGTHS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_causality_and_bidirectionality(T, packed):
+    network, ids = tiny(), torch.randint(0, 100, (2, T))
+    documents = dict(cu_seqlens=bounds(T, T), max_seqlen=T) if packed else {}
+    for causal in (True, False):
+        before = network(ids, **documents, causal=causal)
+        for j in {T - 1, T // 2, 1} & set(range(1, T)):
+            changed = ids.clone()
+            changed[0, j] = (changed[0, j] + 1) % 100
+            after = network(changed, **documents, causal=causal)
+            assert torch.equal(after[1], before[1])
+            differs = (after[0] != before[0]).any(-1)
+            assert differs[j:].all()
+            assert not differs[:j].any() if causal else differs[:j].all()
+
+
+def test_one_set_of_weights_serves_both_masks():
+    """Position 0 depends on the last token as soon as the mask is bidirectional, and never again when it is causal: no state is kept."""
+    network, ids = tiny(), torch.randint(0, 100, (1, 20))
+    causal, both = network(ids, causal=True), network(ids)
+    assert not torch.equal(causal[0, 0], both[0, 0])
+    assert torch.equal(causal, network(ids, causal=True)) and torch.equal(both, network(ids))
+    assert torch.allclose(network(ids[:, :1], causal=True), network(ids[:, :1]), atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 1, 1, 1, 20, 2, 34), (64,), (63, 1), (1,) * 64, (200, 1, 99)])
+def test_packed_documents_are_as_if_alone(lengths, causal):
+    """Outputs and gradients; one-token documents in a row among them."""
+    network, T = tiny(), sum(lengths)
+    ids, weight = torch.randint(0, 100, (2, T)), torch.randn(2 * T, 32)
+    together = network(ids, bounds(*lengths, *lengths), T, causal).flatten(0, 1)
+    (together * weight).sum().backward()
+    gradients = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+    network.zero_grad()
+    alone = torch.cat([network(part[None], causal=causal)[0] for row in ids for part in row.split(lengths)])
+    (alone * weight).sum().backward()
+    assert torch.allclose(together, alone, atol=1e-5)
+    for one, other in zip(gradients, [p.grad for p in network.parameters() if p.grad is not None]):
+        assert torch.allclose(one, other, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("T", [64, 300])
+def test_documents_are_isolated_to_the_bit(T):
+    network, ids = tiny(), torch.randint(0, 100, (1, T))
+    documents = dict(cu_seqlens=bounds(20, 1, T - 21), max_seqlen=T)
+    before = network(ids, **documents)
+    changed = ids.clone()
+    changed[0, 20] += 1
+    changed[0, 21:] = 3
+    assert torch.equal(network(changed % 100, **documents)[0, :20], before[0, :20])
+
+
+def test_cu_seqlens_may_repeat_its_end():
+    """Documents of no length, which keep the shape static, change nothing."""
+    network, ids = tiny(), torch.randint(0, 100, (2, 16))
+    plain = network(ids, bounds(10, 6, 16), 16)
+    assert torch.equal(plain, network(ids, bounds(10, 6, 16, 0, 0, 0), 16))
+    assert torch.equal(plain, network(ids, bounds(10, 0, 6, 16, 0), 16))
+
+
+@pytest.mark.parametrize("T", [48, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_equals_the_definition(T, causal):
+    """Against softmax(QK'/sqrt(D))V in float64, for grouped heads; rotary positions against complex numbers."""
+    network = tiny(n_head=8, n_kv_head=2, n_embd=64, n_layer=1)
+    layer, x = network.blocks[0].attention, torch.randn(1, T, 64)
+    docs = model_file.Documents(None, T, causal, model_file.visible(torch.zeros(1, T), True, torch.float32) if causal and T == 48 else None)
+    found = layer(x, (network.cos[None, :T], network.sin[None, :T]), docs)
+    q, k, v = (x.double() @ layer.qkv.weight.double().t()).view(T, -1, 8).split((8, 2, 2), 1)
+    turn = torch.polar(torch.ones(T, 4).double(), torch.outer(torch.arange(T).double(), 10000 ** (-torch.arange(0, 8, 2).double() / 8)))[:, None]
+    q, k = (torch.view_as_real(torch.complex(z[..., :4], z[..., 4:]) * turn).movedim(-1, -2).flatten(-2) for z in (q, k))
+    k, v = (z.repeat_interleave(4, 1) for z in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
+    if causal:
+        scores.masked_fill_(torch.ones(T, T).triu(1).bool(), -math.inf)
+    wanted = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(T, 64) @ layer.out.weight.double().t()
+    assert torch.allclose(found[0].double(), wanted, atol=1e-4 * wanted.abs().max().item())
+
+
+def test_rows_longer_than_the_model_are_refused():
+    with pytest.raises(ValueError, match="rows of 600 tokens"):
+        tiny()(torch.zeros(1, 600, dtype=torch.long))
+    for wrong in (dict(n_head=5), dict(n_kv_head=3), dict(n_embd=36, n_head=12, n_kv_head=12)):
+        with pytest.raises(ValueError, match="does not divide|odd"):
+            tiny(**wrong)
+
+
+def test_dropout_only_in_training():
+    network, ids = tiny(dropout=0.3), torch.randint(0, 100, (1, 9))
+    assert not torch.equal(network(ids), network(ids))
+    network.eval()
+    assert torch.equal(network(ids), network(ids))
+
+
+def test_compiled_model_equals_eager():
+    if not train.shutil.which("c++"):
+        pytest.skip("torch.compile on a CPU needs a C++ compiler")
+    network, ids = tiny(n_layer=1), torch.randint(0, 100, (2, 16))
+    compiled = torch.compile(network, fullgraph=True)
+    places, targets = torch.arange(0, 32, 3), torch.randint(0, 100, (11,))
+    for causal in (False, True):
+        losses = []
+        for f in (network, compiled):
+            network.zero_grad()
+            loss = f(ids, bounds(10, 6, 16, 0), 16, causal, places, targets)
+            loss.backward()
+            losses.append((loss.detach(), network.embed.weight.grad.clone()))
+        assert torch.allclose(losses[0][0], losses[1][0]) and torch.allclose(losses[0][1], losses[1][1], atol=1e-4)
+
+
+# --- the loss
+
+
+@pytest.mark.parametrize("at_once", [10**9, 1000, 1])
+def test_head_loss_equals_cross_entropy(monkeypatch, at_once):
+    monkeypatch.setattr(model_file, "LOGITS_AT_ONCE", at_once)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(37, 16, requires_grad=True), torch.randn(90, 16, requires_grad=True)
+    targets = torch.randint(0, 90, (37,))
+    targets[[0, 5, 36]] = IGNORE
+    results = []
+    for f in (HeadLoss.apply, lambda h, w, t: F.cross_entropy(h.double() @ w.double().t(), t, ignore_index=IGNORE, reduction="sum")):
+        hidden.grad = weight.grad = None
+        loss = f(hidden, weight, targets)
+        (loss / 34).backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for mine, other in zip(*results):
+        assert torch.allclose(mine.double(), other.double(), rtol=1e-5, atol=1e-6)
+    value, right = score(hidden, weight, targets)
+    assert torch.allclose(value, loss.detach().float()) and right == ((hidden @ weight.t()).argmax(-1) == targets).sum()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient, = torch.autograd.grad(HeadLoss.apply(hidden, weight, targets) ** 2, hidden, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_no_target_is_harmless():
+    network = tiny()
+    network(torch.zeros(1, 8, dtype=torch.long), targets=torch.full((8,), IGNORE)).backward()
+    assert all((p.grad == 0).all() for p in network.parameters())
+    network(torch.zeros(1, 8, dtype=torch.long), positions=torch.zeros(0, dtype=torch.long), targets=torch.zeros(0, dtype=torch.long)).backward()
+
+
+def test_logits_exist_at_targets_only_and_a_block_at_a_time():
+    """The largest tensor of a training step stays below one matrix of logits for all targets."""
+    network, ids = tiny(vocab_size=50_000), torch.randint(0, 100, (4, 128))
+    places = torch.arange(0, 512, 2)
+
+    class Largest(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and 50_000 in result.shape and 32 not in result.shape:
+                Largest.seen = max(Largest.seen, result.numel())
+            return result
+
+    old = model_file.LOGITS_AT_ONCE
+    model_file.LOGITS_AT_ONCE = 50_000 * 64
+    try:
+        with Largest():
+            network(ids, positions=places, targets=ids.view(-1)[places]).backward()
+    finally:
+        model_file.LOGITS_AT_ONCE = old
+    assert 0 < Largest.seen <= 50_000 * 64
+
+
+def test_size_work_and_memory_are_stated():
+    config = Config(vocab_size=4096, block_size=128, **SIZES["mini"])
+    network = Transformer(config)
+    ids = torch.randint(0, 4096, (8, 128))
+    from torch.utils.flop_counter import FlopCounterMode
+    with FlopCounterMode(display=False) as counter:
+        network(ids, bounds(*[128] * 8), 128, positions=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long)).backward()
+    assert abs(counter.get_total_flops() / 1024 / flops_per_token(config, 128, 0.25) - 1) < 0.01
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x, lambda x: x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = network(ids, bounds(*[128] * 8), 128, positions=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long))
+    own = {p.data_ptr() for p in network.parameters()}
+    measured = sum(size for place, size in kept.items() if place not in own)
+    assert 0.7 < (training_bytes(config, 1024, 128, 0.25) - 16 * sum(count_parameters(config))) / measured < 1.4
+
+
+@pytest.mark.parametrize("objective, wanted", [("clm", 1), ("mlm", 0)])
+def test_the_objective_learns_what_it_says(objective, wanted):
+    """On a counting sequence CLM learns the next number (not the one after it, and not a copy), MLM the hidden number itself."""
+    network = tiny(vocab_size=64, n_layer=2, block_size=32)
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    torch.manual_seed(1)
+
+    def batch():
+        ids = (torch.randint(0, 60, (32, 1)) + torch.arange(33)) % 60
+        if objective == "clm":
+            return ids[:, :-1], None, ids[:, 1:].reshape(-1)
+        places = torch.randperm(32 * 32)[:200]
+        hidden = ids[:, :-1].reshape(-1).clone()
+        targets = hidden[places].clone()
+        hidden[places] = 62
+        return hidden.view(32, 32), places, targets
+
+    for _ in range(150):
+        ids, places, targets = batch()
+        optimizer.zero_grad()
+        (network(ids, causal=objective == "clm", positions=places, targets=targets) / len(targets)).backward()
+        optimizer.step()
+    ids = (7 + torch.arange(32))[None] % 60
+    if objective == "mlm":
+        ids[0, 20] = 62
+    guess = (network(ids, causal=objective == "clm")[0, 20] @ network.head_weight.t()).argmax()
+    assert guess == 7 + 20 + wanted
+
+
+# --- schedule and settings
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("decay", [0, 1, 5])
+def test_wsd_schedule(warmup, decay):
+    s = train.Settings(max_iters=12, warmup_iters=warmup, decay_iters=decay, learning_rate=1.0)
+    rates = [train.learning_rate_at(i, s) for i in range(12)]
+    wanted = [min((i + 1) / warmup if warmup else 1, (12 - i) / decay if decay else 1, 1) for i in range(12)]
+    assert rates == pytest.approx(wanted) and all(0 < rate <= 1 for rate in rates)
+    if warmup == decay == 5:
+        assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_phases():
+    assert train.phases_of("mlm", 10) == [("mlm", 0, 10)]
+    assert train.phases_of("clm:0.25,mlm:0.75", 40) == [("clm", 0, 10), ("mlm", 10, 40)]
+    assert train.phases_of("clm:0.3,mlm:0.4,clm:0.3", 10) == [("clm", 0, 3), ("mlm", 3, 7), ("clm", 7, 10)]
+    assert [train.objective_at(i, train.phases_of("clm:0.5,mlm:0.5", 4)) for i in range(4)] == ["clm", "clm", "mlm", "mlm"]
+
+
+def test_command_line_spellings():
+    assert train.parse(["--learning_rate", "1e-4", "--max_iters=1e3", "--compile", "No", "--tie_embeddings=TRUE", "--batch_size", "8"]) == {
+        "learning_rate": 1e-4, "max_iters": 1000, "compile": False, "tie_embeddings": True, "batch_size": 8}
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--mask_ration 0.4", "did you mean --mask_ratio"), ("--lerning_rate=1", "did you mean --learning_rate"), ("--max_iters ten", "give a whole number"),
+    ("--max_iters 1.5", "give a whole number"), ("--compile maybe", "give true or false"), ("--mask_ratio 0", "mask_ratio 0"), ("--mask_ratio 1.5", "mask_ratio 1.5"),
+    ("--mask_ratio nan", "mask_ratio nan"), ("--mask_split 1,1,1", "add up to 1"), ("--objective mlm:0.5", "add up to 0.5"), ("--objective bert", "--objective bert"),
+    ("--objective clm:0.01,mlm:0.99 --max_iters 10", "gets no step"), ("--block_size 4096", "at most 2,048"), ("--warmup_iters 8 --decay_iters 8 --max_iters 10", "more than --max_iters"),
+    ("--tokens_per_iter 1000 --batch_size 3 --block_size 128", "the nearest are 768 and 1152"), ("--size huge", "one of mini"), ("--learning_rate -1", "learning_rate -1"),
+    ("--learning_rate inf", "learning_rate inf"), ("--device tpu", "--device tpu"), ("--dtype fp8", "--dtype fp8"), ("--packing none", "--packing none"), ("--attention triton", "--attention triton"),
+    ("--dataset nowhere", "no such token file"), ("--init_from nowhere.pt", "no such checkpoint"), ("--init_from resume --out_dir nowhere", "no such checkpoint"), ("--max_iters 0", "at least 1"),
+    ("--max_iters", "expected one argument"), ("mlm", "no such setting"), ("--dropout 1", "dropout 1"), ("--batch_size 0 --tokens_per_iter 128", "batch_size 0")])
+def test_bad_settings_are_one_line(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        train.main(flags.split(), train.Team())
+    assert message in str(end.value) and "\n" not in str(end.value)
+    assert not list(tmp_path.iterdir())  # before any work
+
+
+# --- runs
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from here".split()
+
+
+def write_corpus(folder, texts):
+    folder.mkdir()
+    for split, documents in texts.items():
+        out = TokenWriter(folder / f"{split}.bin", byte_tokenizer())
+        out.write([byte_tokenizer().encode(text) for text in documents])
+        out.close()
+    byte_tokenizer().save(folder / "bpe.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """A small corpus in bytes, of long and of one-token documents."""
+    rng = np.random.default_rng(0)
+    documents = lambda n: [" ".join(rng.choice(TEXT, rng.integers(2, 40))) if i % 3 else "a" for i in range(n)]
+    return write_corpus(tmp_path_factory.mktemp("data") / "set", {"train": documents(600), "val": documents(40)})
+
+
+def flags_for(dataset, out_dir, **changes):
+    settings = dict(dataset=dataset, out_dir=out_dir, block_size=64, tokens_per_iter=512, max_iters=8, eval_interval=4, eval_tokens=2048, log_interval=1, dtype="float32") | changes
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def run(dataset, out_dir, processes=1, check=True, **changes):
+    """train.py on its own, or under torchrun; returns the finished process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"] if processes > 1 else [sys.executable]
+    done = subprocess.run(launcher + [str(ROOT / "train.py"), *flags_for(dataset, out_dir, **changes)], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 or not check, done.stdout + done.stderr
+    return done
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def here(dataset, out_dir, **changes):
+    """The same in this process, which is quicker."""
+    old = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        train.main(flags_for(dataset, out_dir, **changes), train.Team())
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), old):
+            signal.signal(number, handler)
+
+
+def metrics(out_dir, key="loss"):
+    return {line["iter"]: line[key] for line in map(json.loads, (Path(out_dir) / "metrics.jsonl").read_text().splitlines()) if key in line}
+
+
+def weights(path):
+    return load_checkpoint(path)["model"]
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+def test_loss_is_the_mean_over_all_targets(tmp_path, objective):
+    """1 x 8 rows, 4 x 2, and 2 processes x 2 x 2: equal losses, gradient norms and weights, though one row holds 1 target and others 9."""
+    dataset = write_corpus(tmp_path / "set", {"train": ["the quick brown fox jumps over the lazy dog, and runs far away."] * 7 + ["brown f"], "val": ["a lazy dog"] * 20})
+    common = dict(objective=objective, max_iters=3, eval_interval=3, mask_ratio=0.15, warmup_iters=0, decay_iters=0, learning_rate=1e-3)
+    here(dataset, tmp_path / "1x8", batch_size=8, **common)
+    here(dataset, tmp_path / "4x2", batch_size=2, **common)
+    run(dataset, tmp_path / "2x2x2", processes=2, batch_size=2, **common)
+    counts = [make_batch(TokenFile(dataset / "train.bin"), [row], 64, objective, 0.15, seed=1337).n_targets for row in range(24)]
+    assert len(counts) == 24 and min(counts) * 6 <= max(counts) and min(counts) <= 7
+    for other in ("4x2", "2x2x2"):
+        for key in ("loss", "grad_norm", "tokens", "lr"):
+            assert metrics(tmp_path / "1x8", key) == pytest.approx(metrics(tmp_path / other, key), rel=1e-4)
+        one, two = weights(tmp_path / "1x8/last.pt"), weights(tmp_path / other / "last.pt")
+        assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4
+        for key in ("val_loss_" + objective,):
+            assert metrics(tmp_path / "1x8", key) == pytest.approx(metrics(tmp_path / other, key), rel=1e-4)
+
+
+def test_validation_counts_each_target_once(dataset, tmp_path):
+    """Whatever the batch size; more evaluations change nothing of the training."""
+    here(dataset, tmp_path / "a", eval_tokens=0, batch_size=8, eval_interval=8)
+    here(dataset, tmp_path / "b", eval_tokens=0, batch_size=8, eval_interval=1)
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b") and same(weights(tmp_path / "a/last.pt"), weights(tmp_path / "b/last.pt"))
+    assert metrics(tmp_path / "a", "val_loss_mlm")[8] == metrics(tmp_path / "b", "val_loss_mlm")[8]
+    state, tokens = load_checkpoint(tmp_path / "a/last.pt"), TokenFile(dataset / "val.bin")
+    network = model_file.from_checkpoint(state).requires_grad_(False)
+    total = count = 0
+    for row in range(-(-tokens.n_tokens // 64)):
+        batch = make_batch(tokens, [row], 64, "mlm", 0.4)
+        total += float(network(batch.ids, batch.cu_seqlens, 64, False, batch.positions, batch.targets))
+        count += batch.n_targets
+    assert metrics(tmp_path / "a", "val_loss_mlm")[8] == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_resume_is_exact(dataset, tmp_path, processes):
+    """From warm-up, plateau, decay, and on both sides of the change of objective; with dropout: equal to the bit, log included."""
+    common = dict(processes=processes, objective="clm:0.5,mlm:0.5", max_iters=12, warmup_iters=3, decay_iters=3, eval_interval=2, save_interval=1, dropout=0.1)
+    run(dataset, tmp_path / "whole", **common)
+    for at in (1, 5, 6, 7, 10) if processes == 1 else (2, 6, 11):
+        part = tmp_path / f"from{at}"
+        part.mkdir()
+        shutil.copy(tmp_path / f"whole/step_{at}.pt", part / "last.pt")
+        shutil.copy(tmp_path / "whole/metrics.jsonl", part)
+        done = run(dataset, part, **common, init_from="resume")
+        assert "lines past iteration" in done.stdout
+        assert same(weights(part / "last.pt"), weights(tmp_path / "whole/last.pt"))
+        assert same(weights(part / "best.pt"), weights(tmp_path / "whole/best.pt"))
+        for key in ("loss", "lr", "grad_norm", "tokens", "val_loss_mlm", "val_loss_clm"):
+            assert metrics(part, key) == metrics(tmp_path / "whole", key)
+        if processes == 1 and at == 6:  # under another number of processes: same data, same rates, same tokens
+            other = tmp_path / "other"
+            other.mkdir()
+            shutil.copy(tmp_path / f"whole/step_{at}.pt", other / "last.pt")
+            run(dataset, other, **{**common, "processes": 2, "dropout": None}, init_from="resume")
+            for key in ("lr", "tokens"):
+                assert metrics(other, key).items() <= metrics(tmp_path / "whole", key).items()
+
+
+def test_sigkill_and_resume_under_torchrun(dataset, tmp_path):
+    common = dict(objective="clm:0.5,mlm:0.5", max_iters=40, eval_interval=4)
+    run(dataset, tmp_path / "whole", processes=2, **common)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(ROOT / "train.py")]
+    victim = subprocess.Popen(launcher + flags_for(dataset, tmp_path / "killed", **common), env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    log = tmp_path / "killed/metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and not (log.exists() and '"iter": 25,' in log.read_text()):
+        time.sleep(0.01)
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.wait()
+    kill_workers(tmp_path / "killed")
+    at = load_checkpoint(tmp_path / "killed/last.pt")["iter"]
+    assert 20 <= at < 40
+    run(dataset, tmp_path / "killed", processes=2, init_from="resume", **common)
+    assert same(weights(tmp_path / "killed/last.pt"), weights(tmp_path / "whole/last.pt"))
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def kill_workers(out_dir):
+    """torchrun starts its workers in sessions of their own."""
+    subprocess.run(["pkill", "-9", "-f", str(out_dir)], check=False)
+    time.sleep(0.5)
+
+
+@pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_and_ends(dataset, tmp_path, number, processes):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"] if processes > 1 else [sys.executable]
+    process = subprocess.Popen(launcher + [str(ROOT / "train.py"), *flags_for(dataset, tmp_path / "x", max_iters=100_000, eval_interval=50_000)],
+                               env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = tmp_path / "x/metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and not (log.exists() and '"iter": 3,' in log.read_text()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    state = load_checkpoint(tmp_path / "x/last.pt")
+    assert f"stopped at iteration {state['iter']:,}" in output and state["iter"] >= 3
+    assert list(metrics(tmp_path / "x"))[-1] == state["iter"]  # the step was finished
+
+
+def test_what_is_there_is_kept(dataset, tmp_path, monkeypatch, capsys):
+    here(dataset, tmp_path / "x", max_iters=2)
+    with pytest.raises(SystemExit, match="holds a run already"):
+        here(dataset, tmp_path / "x", max_iters=2)
+    before = (tmp_path / "x/last.pt").read_bytes()
+    here(dataset, tmp_path / "x", max_iters=2, init_from="resume")
+    assert "nothing to do" in capsys.readouterr().out and (tmp_path / "x/last.pt").read_bytes() == before
+    for changed in (dict(learning_rate=1), dict(seed=3), dict(objective="clm"), dict(tokens_per_iter=1024), dict(block_size=32)):
+        with pytest.raises(SystemExit, match="to change it, start a new run"):
+            here(dataset, tmp_path / "x", **{"max_iters": 2, "init_from": "resume"} | changed)
+    here(dataset, tmp_path / "x", max_iters=4, decay_iters=2, init_from="resume")  # longer, and with a decay
+    assert load_checkpoint(tmp_path / "x/last.pt")["iter"] == 4
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/mlm", "out/mlm-2"):  # without --out_dir each run gets a folder of its own
+        here(dataset, None, max_iters=1)
+        assert Path(folder, "last.pt").exists()
+    here(dataset, None, max_iters=2, init_from="resume")
+    assert [load_checkpoint(f"out/{name}/last.pt")["iter"] for name in ("mlm", "mlm-2")] == [1, 2]
+
+
+def test_a_new_run_from_a_plateau_checkpoint(dataset, tmp_path, capsys):
+    """--init_from PATH: own clock, data goes on where it stood; --init_optimizer takes the moments along, and then two runs equal one."""
+    flat = dict(warmup_iters=0, decay_iters=0, learning_rate=1e-3)
+    here(dataset, tmp_path / "both", objective="clm:0.5,mlm:0.5", max_iters=8, **flat)
+    here(dataset, tmp_path / "first", objective="clm", max_iters=4, **flat)
+    here(dataset, tmp_path / "second", objective="mlm", max_iters=4, init_from=tmp_path / "first/last.pt", init_optimizer=True, **flat)
+    assert same(weights(tmp_path / "second/last.pt"), weights(tmp_path / "both/last.pt"))
+    assert "from row 32 on" in capsys.readouterr().out
+    here(dataset, tmp_path / "fresh", objective="mlm", max_iters=4, init_from=tmp_path / "first/last.pt", **flat)
+    assert not same(weights(tmp_path / "fresh/last.pt"), weights(tmp_path / "both/last.pt"))
+    here(dataset, tmp_path / "decay", objective="clm", max_iters=3, init_from=tmp_path / "first/last.pt", init_optimizer=True, warmup_iters=0, decay_iters=3, learning_rate=1e-3)
+    assert list(metrics(tmp_path / "decay", "lr").values()) == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    with pytest.raises(SystemExit, match="leave these out"):
+        here(dataset, tmp_path / "y", size="210m", init_from=tmp_path / "first/last.pt")
+
+
+def test_checkpoints_are_plain(dataset, tmp_path):
+    """They load with weights_only=True in a process that cannot import this repository, and carry the tokenizer."""
+    here(dataset, tmp_path / "x", max_iters=2, save_interval=1)
+    assert sorted(path.name for path in (tmp_path / "x").glob("*.pt")) == ["best.pt", "last.pt", "step_0.pt", "step_1.pt", "step_2.pt"]
+    code = ("import sys, torch\nfor path in sys.argv[1:]:\n c = torch.load(path, weights_only=True)\n"
+            " assert not any('module' in n or '_orig_mod' in n for n in c['model']) and all(t.device.type == 'cpu' for t in c['model'].values())\n print(c['iter'])")
+    done = subprocess.run([sys.executable, "-I", "-c", code, *map(str, (tmp_path / "x").glob("*.pt"))], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    state = load_checkpoint(tmp_path / "x/last.pt")
+    assert Tokenizer.from_dict(state["tokenizer"]).hash == byte_tokenizer().hash
+    assert Config(**state["config"]).n_layer == 4 and state["settings"]["mask_ratio"] == 0.4
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, {"model": {}, "config": {}, "iter": 1})
+
+    def full(state, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match="No space left.*intact"):
+        save_checkpoint(path, {"model": {}, "config": {}, "iter": 2})
+    assert load_checkpoint(path)["iter"] == 1 and list(tmp_path.iterdir()) == [path]
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(SystemExit, match="not a checkpoint"):
+        load_checkpoint(path)
+
+
+def test_divergence_stops_with_the_iteration(dataset, tmp_path, monkeypatch):
+    real = model_file.HeadLoss.apply
+    calls = iter(range(100))
+    monkeypatch.setattr(model_file.HeadLoss, "apply", lambda *a: real(*a) * (math.nan if next(calls) == 5 else 1))
+    with pytest.raises(SystemExit, match="iteration 6 is not finite"):
+        here(dataset, tmp_path / "x", max_iters=20, eval_interval=2, log_interval=20)
+    for path in (tmp_path / "x").glob("*.pt"):
+        assert all(p.isfinite().all() for p in weights(path).values())
+    assert load_checkpoint(tmp_path / "x/last.pt")["iter"] == 4
+
+
+def test_best_is_the_minimum_of_the_log(dataset, tmp_path, monkeypatch):
+    losses = iter([9, 3, math.nan, 2, 5, 2.5])
+    real = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *a: real(*a) | {"val_loss_mlm": next(losses)})
+    here(dataset, tmp_path / "x", max_iters=4, eval_interval=1)
+    assert load_checkpoint(tmp_path / "x/best.pt")["iter"] == 3
+    losses = iter([5, 2.5, 1.5])
+    here(dataset, tmp_path / "x", max_iters=5, eval_interval=1, init_from="resume")
+    assert load_checkpoint(tmp_path / "x/best.pt")["iter"] == 3  # 2.5 at iteration 5 is no new minimum
+
+
+def test_wrong_data_is_refused(dataset, tmp_path):
+    here(dataset, tmp_path / "x", max_iters=2)
+    other = tmp_path / "other"
+    shutil.copytree(dataset, other)
+    byte_tokenizer(1).save(other / "bpe.json")
+    with pytest.raises(SystemExit, match="not of one tokenizer"):
+        here(other, tmp_path / "y", max_iters=2)
+    for split in ("train", "val"):
+        out = TokenWriter(other / f"{split}.bin", byte_tokenizer(1))
+        out.write([np.arange(200, dtype=np.uint32)])
+        out.close()
+    with pytest.raises(SystemExit, match="is not the one of"):
+        here(other, tmp_path / "y", max_iters=2, init_from=tmp_path / "x/last.pt")
+    with pytest.raises(SystemExit, match="fewer than one row of --block_size 512"):
+        here(other, tmp_path / "y", block_size=512)
+
+
+def test_bad_settings_under_torchrun_end_on_all_ranks(dataset, tmp_path):
+    done = run(dataset, tmp_path / "x", processes=2, check=False, mask_ratio=1.5)
+    assert done.returncode != 0 and done.stderr.count("error: --mask_ratio 1.5") == 1
+
+
+def test_the_model_learns_english(tmp_path):
+    """CLM and then MLM on documentation: well below the entropy of single tokens within two minutes."""
+    folder = ROOT / "data/docstrings"
+    if not (folder / "train.bin").exists():
+        subprocess.run([sys.executable, folder / "prepare.py"], check=True)
+    val = TokenFile(folder / "val.bin")
+    counts = np.bincount(TokenFile(folder / "train.bin").ids, minlength=val.vocab_size)[:val.n_ordinary] + 1.0
+    seen = np.bincount(val.ids, minlength=val.vocab_size)[:val.n_ordinary]
+    unigram = -(seen * np.log(counts / counts.sum())).sum() / seen.sum()
+    done = run(folder, tmp_path / "x", objective="clm:0.6,mlm:0.4", block_size=64, tokens_per_iter=2048, max_iters=360, eval_interval=360, eval_tokens=20_000, dtype="auto", log_interval=20)
+    assert "guesses" in done.stdout and "MFU" in done.stderr
+    found = metrics(tmp_path / "x", "val_loss_mlm")
+    assert found[0] == pytest.approx(math.log(4096), abs=0.15)
+    assert found[360] < unigram - 0.7
