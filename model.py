@@ -340,8 +340,8 @@ def load_checkpoint(path, device="cpu"):
     return state
 
 
-def from_checkpoint(state):
-    """The model of a checkpoint, in fp32, on the CPU."""
-    model = Transformer(Config(**state["config"]))
+def from_checkpoint(state, **changes):
+    """The model of a checkpoint, in fp32, on the CPU; changes: values of its Config that are not to be the checkpoint's."""
+    model = Transformer(Config(**{**state["config"], **changes}))
     model.load_state_dict(state["model"])
     return model

@@ -5,8 +5,8 @@ Pretrains the model of model.py with MLM, CLM, or one after the other on the sam
     torchrun --nproc_per_node=8 train.py --size 210m --dataset mine       DDP: nccl on GPUs, gloo on CPUs
     python train.py --objective clm:0.25,mlm:0.75                         two phases on one clock
 
-The file reads from top to bottom: settings, their checks, data, model, optimizer, loop. Flags are made from the settings. What a run
-prints is also in OUT_DIR/metrics.jsonl; its weights are OUT_DIR/last.pt and best.pt.
+The file reads from top to bottom: settings and their checks, machine, data, what a person sees, the run. Flags are made from the settings.
+A run writes OUT_DIR/metrics.jsonl, last.pt (the newest weights) and best.pt (the lowest validation loss of the last objective).
 """
 import argparse, contextlib, dataclasses, difflib, importlib.util, json, math, os, shutil, signal, sys, time
 from dataclasses import dataclass
@@ -39,17 +39,17 @@ class Settings:
     mask_split: str = setting("1.0,0,0", "shares of these that become <|mask|>, become a random token, stay as they are")
     packing: str = setting("documents", "documents: a token sees its own document; random: rows are cut in two at random, a piece sees all of itself")
     size: str = setting("mini", "model: " + ", ".join(SIZES))
-    tie_embeddings: bool = setting(None, "the output head is the embedding matrix (default: yes for mini, no for the others)", bool)
+    tie_embeddings: bool = setting(None, "the output head is the embedding matrix (default: the size's)", bool)
     dropout: float = setting(0.0, "share of units dropped")
     dataset: str = setting("docstrings", "a folder under data/ (or any path) with train.bin, val.bin and bpe.json")
     batch_size: int = setting(None, "rows of a micro-batch on one process (default: what fits tokens_per_iter, at most 32)", int)
     block_size: int = setting(None, "tokens of a row (default: 128 on a CPU, 512 on a GPU)", int)
     tokens_per_iter: int = setting(None, "tokens of an optimizer step, all processes and micro-batches together (default: 4,096 on a CPU, 65,536 on a GPU)", int)
-    max_iters: int = setting(None, "optimizer steps (default: 1,200 on a CPU, 2,000 on a GPU)", int)
-    learning_rate: float = setting(None, "rate of the plateau (default: 2e-3 for mini, 5e-4 for the others)", float)
-    warmup_iters: int = setting(None, "steps of linear warm-up (default: 5 %% of max_iters, at most 2,000)", int)
-    decay_iters: int = setting(None, "steps of linear decay at the end (default: 25 %% of max_iters, at most 2,000)", int)
-    weight_decay: float = setting(0.1, "on all parameters")
+    max_iters: int = setting(None, "optimizer steps (default: 1,400 on a CPU, 2,000 on a GPU)", int)
+    learning_rate: float = setting(None, "rate of the plateau (default: 1.5e-3 for mini, 5e-4 for the others)", float)
+    warmup_iters: int = setting(None, "steps of linear warm-up (default: 5%% of max_iters, at most 2,000)", int)
+    decay_iters: int = setting(None, "steps of linear decay at the end (default: 25%% of max_iters, at most 2,000)", int)
+    weight_decay: float = setting(0.1, "AdamW's, on all parameters")
     beta1: float = setting(0.9, "AdamW's")
     beta2: float = setting(0.95, "AdamW's")
     adam_eps: float = setting(1e-5, "AdamW's")
@@ -58,81 +58,76 @@ class Settings:
     eval_tokens: int = setting(65536, "validation tokens an evaluation reads; 0: all")
     save_interval: int = setting(0, "steps between checkpoints that are kept, step_N.pt, from step 0 on; 0: none")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
-    out_dir: str = setting(None, "folder of the run (default: out/ and the objective's name)", str)
+    out_dir: str = setting(None, "folder of the run (default: out/ and the objective's name, numbered where that is taken)", str)
     init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH: a new run from these weights")
-    init_optimizer: bool = setting(False, "with --init_from PATH: take AdamW's moments along as well")
+    init_optimizer: bool = setting(False, "with --init_from PATH: take AdamW's moments along")
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
-    compile: bool = setting(None, "torch.compile (default: yes on a GPU)", bool)
+    compile: bool = setting(None, "torch.compile (default: yes on an NVIDIA or AMD GPU)", bool)
     attention: str = setting("auto", "auto or sdpa (PyTorch's)")
     seed: int = setting(1337, "of the weights, the order of the data and the masks")
 
 
-# A resumed run may change these and nothing else: where and how it runs, what it reports, and how long it goes on.
+# What a resumed run may change: where and how it runs, what it reports, and how long it goes on.
 FREE_AT_RESUME = {"batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "eval_tokens", "save_interval", "log_interval", "out_dir",
                   "init_from", "device", "dtype", "compile", "attention"}
 
 
-def parse(argv):
-    """Command line -> {setting: value} of the flags that were given."""
-    def number(kind):
-        def convert(text):
-            value = kind(text) if kind is float or text.lstrip("+-").isdigit() else float(text.replace("_", ""))
-            if kind is int and value != int(value):
-                raise ValueError
-            return kind(value)
-        convert.__name__ = {int: "whole number", float: "number"}[kind]
-        return convert
+def parse(settings, argv):
+    """Command line -> {name: value} of the flags of this dataclass that were given."""
+    def whole(text):
+        value = int(text) if text.lstrip("+-").isdigit() else float(text)
+        if value != int(value):
+            raise ValueError
+        return int(value)
 
-    def truth(text):
-        return {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}[text.lower()]
+    truth = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    kinds = {int: (whole, "a whole number"), float: (float, "a number"), bool: (lambda text: truth[text.lower()], "true or false"), str: (str, "text")}
 
-    class OneLine(argparse.ArgumentParser):
+    class Parser(argparse.ArgumentParser):
         def error(self, message):
             raise SystemExit(message)
 
-    parser = OneLine(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
-    fields = dataclasses.fields(Settings)
-    for field in fields:
-        kind, default = field.metadata["kind"], "" if field.default is None else f" (default: {field.default})"
-        parser.add_argument(f"--{field.name}", metavar=kind.__name__, help=field.metadata["help"] + default, type=str)
+    parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    fields = {field.name: field for field in dataclasses.fields(settings)}
+    for name, field in fields.items():
+        default = "" if field.default is None else f" (default: {field.default})"
+        parser.add_argument(f"--{name}", metavar=field.metadata["kind"].__name__, help=field.metadata["help"] + default)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), [field.name for field in fields], 1, 0.3)
+        near = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), fields, 1, 0.3)
         raise SystemExit(f"{unknown[0]}: no such setting" + (f"; did you mean --{near[0]}?" if near else "; --help lists them"))
     values = {}
-    for field in fields:
-        if field.name in given:
-            text, kind = getattr(given, field.name), field.metadata["kind"]
-            try:
-                values[field.name] = {int: number(int), float: number(float), bool: truth, str: str}[kind](text)
-            except (ValueError, KeyError, OverflowError):
-                wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-                raise SystemExit(f"--{field.name} {text}: give {wanted}") from None
+    for name, text in vars(given).items():
+        convert, wanted = kinds[fields[name].metadata["kind"]]
+        try:
+            values[name] = convert(text)
+        except (ValueError, KeyError, OverflowError):
+            raise SystemExit(f"--{name} {text}: give {wanted}") from None
     return values
 
 
 def phases_of(objective, max_iters):
     """"clm:0.25,mlm:0.75" -> [("clm", first iteration, iteration after the last), ("mlm", ...)]."""
     parts = [part.partition(":") for part in objective.split(",")]
+    names = [name for name, _, _ in parts]
     try:
         shares = [float(share) if colon else 1.0 for _, colon, share in parts]
     except ValueError:
-        shares = [0]
-    if any(name not in ("mlm", "clm") for name, _, _ in parts) or not all(share > 0 for share in shares):
+        shares = [math.nan]
+    if not set(names) <= {"mlm", "clm"} or not all(share > 0 for share in shares):
         raise SystemExit(f"--objective {objective}: give mlm, clm, or phases with shares above 0, as in clm:0.25,mlm:0.75")
     if abs(sum(shares) - 1) > 1e-6:
         raise SystemExit(f"--objective {objective}: the shares add up to {sum(shares):g}, not to 1")
     bounds = [round(max_iters * sum(shares[:i])) for i in range(len(shares))] + [max_iters]
-    phases = [(name, first, after) for (name, _, _), first, after in zip(parts, bounds, bounds[1:])]
-    for name, first, after in phases:
+    for name, first, after in zip(names, bounds, bounds[1:]):
         if after <= first:
             raise SystemExit(f"--objective {objective}: the phase {name} gets no step of --max_iters {max_iters}; give more steps or a larger share")
-    return phases
+    return list(zip(names, bounds, bounds[1:]))
 
 
-def names_of(objective):
-    return [part.partition(":")[0] for part in objective.split(",")]
+def objective_at(iteration, phases):
+    return next(name for name, first, after in phases if iteration < after)
 
 
 def learning_rate_at(iteration, s):
@@ -148,72 +143,68 @@ def adapt(s, device, world):
     default = lambda value, other: other if value is None else value
     s.block_size = default(s.block_size, 512 if gpu else 128)
     s.tokens_per_iter = default(s.tokens_per_iter, 65536 if gpu else 4096)
-    rows = s.tokens_per_iter // (s.block_size * world) if s.block_size > 0 else 0
-    if s.batch_size is None:  # the greatest divisor of a process's rows up to 32
-        s.batch_size = next((n for n in range(min(32, rows), 1, -1) if rows % n == 0), 1)
-    s.max_iters = default(s.max_iters, 2000 if gpu else 1200)
-    s.learning_rate = default(s.learning_rate, 2e-3 if s.size == "mini" else 5e-4)
-    s.warmup_iters = default(s.warmup_iters, min(2000, s.max_iters // 20, s.max_iters - (s.decay_iters or 0)))
+    rows = s.tokens_per_iter // max(1, s.block_size * world)
+    s.batch_size = default(s.batch_size, next((n for n in range(min(32, rows), 1, -1) if rows % n == 0), 1))
+    s.max_iters = default(s.max_iters, 2000 if gpu else 1400)
+    s.learning_rate = default(s.learning_rate, 1.5e-3 if s.size == "mini" else 5e-4)
+    s.warmup_iters = default(s.warmup_iters, max(0, min(2000, s.max_iters // 20, s.max_iters - (s.decay_iters or 0))))
     s.decay_iters = default(s.decay_iters, max(0, min(2000, s.max_iters // 4, s.max_iters - s.warmup_iters)))
     s.eval_interval = default(s.eval_interval, max(1, min(1000, s.max_iters // 10)))
 
 
 def check(s, world):
-    """Impossible settings end here, in one line, before any work. Returns the shares of mask_split."""
+    """Impossible settings end here, in one line, before any work. Returns mask_split as numbers."""
     def need(good, name, why):
         if not good:
             raise SystemExit(f"--{name} {getattr(s, name)}: {why}")
 
-    need(s.size in SIZES, "size", f"no such model; give one of {', '.join(SIZES)}")
+    for name, choices in {"size": SIZES, "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"), "attention": ("auto", "sdpa")}.items():
+        need(getattr(s, name) in choices, name, f"give {', '.join(choices)}")
+    for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
+        need(getattr(s, name) >= 1, name, "at least 1")
+    for name in ("warmup_iters", "decay_iters", "save_interval", "eval_tokens", "weight_decay", "grad_clip", "seed"):
+        need(0 <= getattr(s, name) < math.inf, name, "not below 0")
+    for name in ("learning_rate", "adam_eps"):
+        need(0 < getattr(s, name) < math.inf, name, "give a number above 0")
+    for name in ("dropout", "beta1", "beta2"):
+        need(0 <= getattr(s, name) < 1, name, "give a number from 0 up to but not including 1")
     need(0 < s.mask_ratio < 1, "mask_ratio", "give a share between 0 and 1")
     try:
         split = tuple(float(share) for share in s.mask_split.split(","))
     except ValueError:
         split = ()
-    need(len(split) == 3 and all(share >= 0 for share in split) and abs(sum(split) - 1) < 1e-6, "mask_split", "give three shares that add up to 1, as in 0.8,0.1,0.1")
-    need(s.packing in ("documents", "random"), "packing", "give documents or random")
-    need(s.dtype in ("auto", "float32", "bfloat16"), "dtype", "give auto, float32 or bfloat16")
-    need(s.attention in ("auto", "sdpa"), "attention", "give auto or sdpa")
-    need(0 <= s.dropout < 1, "dropout", "give a share from 0 up to but not including 1")
-    for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
-        need(getattr(s, name) >= 1, name, "at least 1")
-    for name in ("warmup_iters", "decay_iters", "save_interval", "eval_tokens", "weight_decay", "grad_clip", "seed"):
-        need(0 <= getattr(s, name) < math.inf, name, "not below 0")
-    need(0 < s.learning_rate < math.inf, "learning_rate", "give a number above 0")
-    need(0 <= s.beta1 < 1, "beta1", "give a number from 0 up to but not including 1")
-    need(0 <= s.beta2 < 1, "beta2", "give a number from 0 up to but not including 1")
-    need(s.adam_eps > 0, "adam_eps", "give a number above 0")
+    need(len(split) == 3 and min(split) >= 0 and abs(sum(split) - 1) < 1e-6, "mask_split", "give three shares that add up to 1, as in 0.8,0.1,0.1")
     need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters", f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
-    longest = Config.block_size
-    need(s.block_size <= longest, "block_size", f"the models read at most {longest:,} tokens")
+    need(s.block_size <= Config.block_size, "block_size", f"the models read at most {Config.block_size:,} tokens")
     step = s.batch_size * s.block_size * world
-    if s.tokens_per_iter % step:
-        raise SystemExit(f"--tokens_per_iter {s.tokens_per_iter}: no multiple of {step} (batch_size {s.batch_size} x block_size {s.block_size} x {world} "
-                         f"process{'es' * (world > 1)}); the nearest are {s.tokens_per_iter // step * step or step} and {(s.tokens_per_iter // step + 1) * step}")
+    nearest = max(step, s.tokens_per_iter // step * step)
+    need(s.tokens_per_iter % step == 0, "tokens_per_iter", f"no multiple of {step} (batch_size {s.batch_size} x block_size {s.block_size} x {world} "
+         f"process{'es' * (world > 1)}); the nearest are {nearest} and {nearest + step}")
     return split
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # machine
 
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "GB200": 2250e12, "A100": 312e12, "A800": 312e12,
-              "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "4090": 165e12, "3090": 71e12, "5090": 210e12}  # dense bf16, from the data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
+              "L4": 121e12, "A10G": 70e12, "A10": 125e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 210e12}  # dense bf16, from the data sheets
 
 
 def pick_device(s):
-    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     kind = s.device if s.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if kind not in there:
         raise SystemExit(f"--device {kind}: give auto, cpu, cuda or mps")
     if not there[kind]:
-        raise SystemExit(f"--device {kind}: this machine, or this build of PyTorch {torch.__version__}, has none")
-    if kind == "cuda":
-        if processes > torch.cuda.device_count():
-            raise SystemExit(f"{processes} processes, but {torch.cuda.device_count()} GPUs on this machine; lower --nproc_per_node")
-        torch.cuda.set_device(local_rank)
-        torch.set_float32_matmul_precision("high")  # fp32 products may use tf32
-    return torch.device(kind, local_rank if kind == "cuda" else None)
+        raise SystemExit(f"--device {kind}: this machine, or this build of PyTorch ({torch.__version__}), has none")
+    if kind != "cuda":
+        return torch.device(kind)
+    local_rank, processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > torch.cuda.device_count():
+        raise SystemExit(f"{processes} processes, but {torch.cuda.device_count()} GPUs on this machine; lower --nproc_per_node")
+    torch.cuda.set_device(local_rank)
+    torch.set_float32_matmul_precision("high")  # what stays fp32 may use tf32
+    return torch.device(kind, local_rank)
 
 
 def pick_dtype(s, device):
@@ -225,20 +216,19 @@ def pick_dtype(s, device):
 
 
 def pick_compile(s, device):
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    able = compiler and (device.type != "cuda" or importlib.util.find_spec("triton"))
+    compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
+    able = compiler and (device.type != "cuda" or importlib.util.find_spec("triton") is not None)
     if s.compile and not able:
-        raise SystemExit(f"--compile true: torch.compile needs {'a C++ compiler' if not compiler else 'the package triton'}, and there is none here")
-    return bool(able) and device.type == "cuda" if s.compile is None else s.compile
+        raise SystemExit(f"--compile true: torch.compile needs {'the package triton' if compiler else 'a C++ compiler'}, and there is none here")
+    return able and device.type == "cuda" if s.compile is None else s.compile
 
 
 class Team:
-    """The processes of this run, as torchrun made them; one process needs no torchrun."""
+    """The processes of this run, as torchrun made them; a single process needs no torchrun."""
 
     def __init__(self):
         self.rank, self.world, self.local_rank = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
         self.first = self.rank == 0
-
         if self.world > 1:  # gloo carries what lives on the CPU, so that no device waits for it
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
@@ -250,17 +240,17 @@ class Team:
         dist.all_reduce(total)
         return total.tolist()
 
-    def share(self, value):
-        """The first process's value, on all of them."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+    def share(self, make):
+        """What make() returns on the first process, on all of them."""
+        box = [make() if self.first else None]
+        if self.world > 1:
+            dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         return box[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # data
+
 
 def open_dataset(s, team):
     folder = dataset_folder(s.dataset)
@@ -280,78 +270,65 @@ def open_dataset(s, team):
 
 
 def training_batches(s, split, tokens, device, team, phases, first_iter, first_row):
-    """The micro-batches of this process, a list for each iteration from first_iter on, made and moved ahead in a thread."""
+    """A list of this process's micro-batches for each iteration from first_iter on, made and moved ahead in a thread."""
     rows_per_iter = s.tokens_per_iter // s.block_size
 
     def make(iteration):
-        objective = objective_at(iteration, phases)
         rows = first_row + iteration * rows_per_iter + np.arange(rows_per_iter).reshape(-1, team.world, s.batch_size)[:, team.rank]
-        return [make_batch(tokens, row, s.block_size, objective, s.mask_ratio, split, s.packing, s.seed).to(device) for row in rows]
+        return [make_batch(tokens, micro, s.block_size, objective_at(iteration, phases), s.mask_ratio, split, s.packing, s.seed).to(device) for micro in rows]
 
     return prefetch(make, range(first_iter, s.max_iters))
 
 
-def objective_at(iteration, phases):
-    return next(name for name, first, after in phases if iteration < after)
-
-
-def evaluate(model, raw, s, split, tokens, device, autocast, team, objectives):
-    """{val_loss_mlm, val_accuracy_mlm, val_loss_clm}: means over fixed windows with fixed masks, each target once, for any number of processes."""
-    raw.eval()
+def evaluate(model, head_weight, s, split, tokens, device, autocast, team, objectives):
+    """{val_loss_clm, val_loss_mlm, val_accuracy_mlm}: means over fixed windows with fixed masks, each target once, for any number of processes."""
     n = count_windows(tokens, s.block_size)
     n = min(n, math.ceil(s.eval_tokens / s.block_size)) if s.eval_tokens else n
-    batches = math.ceil(n / (s.batch_size * team.world))
-    rows = np.full(batches * team.world * s.batch_size, -1)
+    step = team.world * s.batch_size
+    rows = np.full(math.ceil(n / step) * step, -1)  # -1 is a row of padding: all batches have one shape
     rows[:n] = np.arange(n)
-    rows = rows.reshape(batches, team.world, s.batch_size)[:, team.rank]
+    rows = rows.reshape(-1, team.world, s.batch_size)[:, team.rank]
     results = {}
     for objective in dict.fromkeys(objectives):
-        make = lambda i: make_batch(tokens, rows[i], s.block_size, objective, s.mask_ratio, split, s.packing, seed=0).to(device)
         loss = right = count = 0
-        for batch in prefetch(make, range(batches)):
+        for batch in prefetch(lambda i: make_batch(tokens, rows[i], s.block_size, objective, s.mask_ratio, split, s.packing, seed=0).to(device), range(len(rows))):
             with torch.no_grad(), autocast():
                 hidden = model(batch.ids, batch.cu_seqlens, batch.max_seqlen, objective == "clm").flatten(0, 1)
-                part, hits = score(hidden if batch.positions is None else hidden[batch.positions], raw.head_weight, batch.targets)
-            loss, right, count = loss + part, right + hits, count + batch.n_targets
-        loss, right, count = team.sum(float(loss), float(right), count)
+                part, hits = score(hidden if batch.positions is None else hidden[batch.positions], head_weight, batch.targets)
+            loss, right, count = loss + part.double() if device.type != "mps" else loss + part, right + hits, count + batch.n_targets
+        loss, right, count = team.sum(float(loss), int(right), count)
         results[f"val_loss_{objective}"] = loss / max(count, 1)
         if objective == "mlm":
             results["val_accuracy_mlm"] = right / max(count, 1)
-    raw.train()
     return results
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # what a person sees
 
-def plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir):
+
+def print_plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir):
     blocks, embedding, head = count_parameters(config)
-    rows = s.tokens_per_iter // s.block_size
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     micro = s.batch_size * s.block_size
-    lines = {
-        "device": f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}, {torch.get_num_threads()} threads'}"
-                  f"{f', {team.world} processes' if team.world > 1 else ''}; {str(dtype)[6:]}; attention by PyTorch; {'torch.compile' if compiled else 'not compiled'}",
-        "model": f"{s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, "
-                 f"head {f'{head / 1e6:.1f}M' if head else 'tied to it'}",
-        "data": f"{s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer})",
-        "step": f"{s.tokens_per_iter:,} tokens = {rows} rows of {s.block_size} = {team.world} process{'es' * (team.world > 1)} x "
-                f"{s.tokens_per_iter // micro // team.world} micro-batch of {s.batch_size} rows; memory about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB",
-        "run": f"{s.max_iters:,} steps, {s.max_iters * s.tokens_per_iter / 1e6:,.1f}M tokens, {s.max_iters * s.tokens_per_iter / train.n_tokens:.2g} times the data"
-               f"{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down",
-        "phases": ", ".join(f"{name} {first:,}-{after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases),
-        "output": f"{out_dir}"}
-    print("\n".join(f"{name:8}{line}" for name, line in lines.items()), flush=True)
+    tokens = s.max_iters * s.tokens_per_iter
+    print(f"""device  {machine}, {team.world} process{'es' * (team.world > 1)}; {str(dtype)[6:]}; attention by PyTorch; {'torch.compile' if compiled else 'not compiled'}
+model   {s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {f'{head / 1e6:.1f}M' if head else 'tied to it'}
+data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer})
+step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB a process
+run     {s.max_iters:,} steps, {tokens / 1e6:,.1f}M tokens, {tokens / train.n_tokens:.2g} times the data{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down
+phases  {', '.join(f"{name} {first:,} - {after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases)}
+output  {out_dir}""", flush=True)
 
 
 @torch.no_grad()
 def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, words=3):
     """Held-out sentences in which a few words are hidden, and what the model takes them for."""
-    model.eval()
     ids = np.asarray(val.ids[:500_000]).astype(np.int64)
     ends = np.flatnonzero(ids == val.eos)
     rng = np.random.default_rng(0)
     shown = 0
-    for i in rng.permutation(len(ends) - 1):
+    for i in rng.permutation(max(0, len(ends) - 1)):
         document = ids[ends[i] + 1:ends[i + 1]]
         pieces = [tokenizer.decode([token]) for token in document]
         whole = [n for n, (piece, after) in enumerate(zip(pieces, pieces[1:] + [" "]))
@@ -387,22 +364,24 @@ def plot(out_dir):
     import matplotlib.pyplot as plt
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     figure, axis = plt.subplots(figsize=(8, 5))
-    for key in ("loss", "val_loss_mlm", "val_loss_clm"):
+    for key, look in {"loss": dict(color="0.75", label="training loss"), "val_loss_clm": dict(marker="o"), "val_loss_mlm": dict(marker="o")}.items():
         points = [(line["iter"], line[key]) for line in lines if key in line]
         if points:
-            axis.plot(*zip(*points), **(dict(color="0.75", zorder=0) if key == "loss" else dict(marker="o")), label="training loss" if key == "loss" else key)
+            axis.plot(*zip(*points), **{"label": key, **look})
     axis.set(xlabel="iteration", ylabel="nats a token", title=str(out_dir))
     axis.legend()
     figure.savefig(out_dir / "curves.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
     print(f"curves: {out_dir / 'curves.png'}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # the run
 
+
 def find_out_dir(s):
-    """The folder of the run. By default out/mlm, or out/mlm-2, ... where that is taken; to resume, the newest of these that is there."""
-    folder = Path(s.out_dir or "out/" + "-".join(names_of(s.objective)))
+    """--out_dir; without it out/mlm, or out/mlm-2, ... where that is taken, and to resume the newest of these."""
+    folder = Path(s.out_dir or "out/" + "-".join(name for name, _, _ in phases_of(s.objective, 10**9)))
     taken = lambda path: (path / "metrics.jsonl").exists() or any(path.glob("*.pt"))
     if s.out_dir is None:
         folders = [folder] + [folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000)]
@@ -414,71 +393,63 @@ def find_out_dir(s):
 
 
 def starting_point(given, team):
-    """(settings, folder of the run, checkpoint to go on from or None)."""
+    """(settings, folder of the run, checkpoint to go on from or None) from the flags that were given."""
     s = Settings(**given)
-    phases_of(s.objective, s.max_iters or 10**9)
-    out_dir = Path(team.share(str(find_out_dir(s)) if team.first else None))
+    out_dir = team.share(lambda: find_out_dir(s))
     if s.init_from == "scratch":
         return s, out_dir, None
-    if s.init_from != "resume":
-        state = load_checkpoint(s.init_from)
-        s.size = given.get("size", state["settings"]["size"])
-        s.tie_embeddings = given.get("tie_embeddings", state["config"]["tie_embeddings"])
-        wanted = {**SIZES.get(s.size, {}), "tie_embeddings": s.tie_embeddings}
-        for name, value in wanted.items():
-            if state["config"][name] != value:
-                raise SystemExit(f"--init_from {s.init_from}: its {name} is {state['config'][name]}, but --size {s.size} --tie_embeddings {s.tie_embeddings} has {value}; leave these out")
+    if s.init_from == "resume":
+        state = load_checkpoint(out_dir / "last.pt")
+        saved = state["settings"]
+        instead = f"to change it, start a new run from these weights with --init_from {out_dir / 'last.pt'}"
+        s = Settings(**{**saved, **given})
+        for name in given:
+            if given[name] != saved[name] and (name not in FREE_AT_RESUME or name == "max_iters" and len(phases_of(s.objective, 10**9)) > 1):
+                raise SystemExit(f"--{name} {given[name]}: the run in {out_dir} has {saved[name]}; {instead}")
+        if s.max_iters < state["iter"]:
+            raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} is at iteration {state['iter']} already")
+        if "batch_size" not in given and s.tokens_per_iter % (s.batch_size * s.block_size * team.world):
+            s.batch_size = None  # it was written by another number of processes
         return s, out_dir, state
-    state = load_checkpoint(out_dir / "last.pt")
-    saved = state["settings"]
-    for name in given.keys() - FREE_AT_RESUME:
-        if given[name] != saved[name]:
-            raise SystemExit(f"--{name} {given[name]}: the run in {out_dir} has {saved[name]}; to change it, start a new run from these weights "
-                             f"with --init_from {out_dir / 'last.pt'}")
-    s = Settings(**{**saved, **given})
-    if s.max_iters != saved["max_iters"] and len(names_of(s.objective)) > 1:
-        raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} has {saved['max_iters']}, and its phases are shares of it; start a new run from these weights "
-                         f"with --init_from {out_dir / 'last.pt'}")
-    if s.max_iters < state["iter"]:
-        raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} is at iteration {state['iter']} already")
-    if "batch_size" not in given and s.tokens_per_iter % (s.batch_size * s.block_size * team.world):
-        s.batch_size = None  # written by another number of processes
+    state = load_checkpoint(s.init_from)
+    s.size = given.get("size", state["settings"]["size"])
+    s.tie_embeddings = given.get("tie_embeddings", state["config"]["tie_embeddings"])
+    for name, value in {**SIZES.get(s.size, {}), "tie_embeddings": s.tie_embeddings}.items():
+        if state["config"][name] != value:
+            raise SystemExit(f"--size {s.size} --tie_embeddings {s.tie_embeddings}: the weights of --init_from {s.init_from} have {name} {state['config'][name]}; leave these out")
     return s, out_dir, state
 
 
 def open_log(out_dir, iteration):
     """metrics.jsonl, without the lines that a resumed run is about to write again."""
-    path = out_dir / "metrics.jsonl"
+    path, kept = out_dir / "metrics.jsonl", []
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = []
     for line in lines:
-        try:
+        with contextlib.suppress(json.JSONDecodeError):  # cut off where the process was killed
             entry = json.loads(line)
-        except json.JSONDecodeError:  # the process was killed while it wrote
-            continue
-        if entry["iter"] < iteration or entry["iter"] == iteration and "loss" in entry:
-            kept.append(line)
+            if entry["iter"] < iteration or entry["iter"] == iteration and "loss" in entry:
+                kept.append(line)
     if len(kept) < len(lines):
         print(f"{path}: {len(lines) - len(kept)} lines past iteration {iteration} are dropped, since that part runs again")
-        part = path.with_suffix(".tmp")
-        part.write_text("".join(kept))
-        os.replace(part, path)
+        path.with_suffix(".tmp").write_text("".join(kept))
+        os.replace(path.with_suffix(".tmp"), path)
     return open(path, "a", buffering=1)
 
 
-def main(argv, team):
-    s, out_dir, state = starting_point(parse(argv), team)
+def main(argv):
+    given = parse(Settings, argv)
+    team = Team()
+    s, out_dir, state = starting_point(given, team)
+    resumed = s.init_from == "resume"
     device = pick_device(s)
     adapt(s, device, team.world)
-    split = check(s, team.world)
-    phases = phases_of(s.objective, s.max_iters)
-    resumed = s.init_from == "resume"
+    split, phases = check(s, team.world), phases_of(s.objective, s.max_iters)
+    dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
     iteration = state["iter"] if resumed else 0
     if iteration == s.max_iters:
         if team.first:
-            print(f"{out_dir}: finished, at iteration {iteration:,} of --max_iters {s.max_iters:,}; nothing to do. More steps: --max_iters with --init_from resume")
+            print(f"{out_dir}: finished, at iteration {iteration:,} of {s.max_iters:,}; no step to take. --init_from resume with a larger --max_iters goes on")
         return
-    dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
 
     # data
     train, val, tokenizer = open_dataset(s, team)
@@ -486,48 +457,40 @@ def main(argv, team):
     first_row = 0
     if state:
         if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
-            raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not the one of {s.init_from if not resumed else out_dir} ({state['tokenizer']['name']}); "
-                             f"prepare the text with --tokenizer and that run's bpe.json")
+            raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint ({state['tokenizer']['name']}); prepare the text with "
+                             f"--tokenizer and the bpe.json of the checkpoint's data")
         if resumed and state["data"] != data:
-            raise SystemExit(f"--dataset {s.dataset}: it has changed since the run in {out_dir} began ({state['data']['n_tokens']:,} tokens then, {train.n_tokens:,} now)")
-        if state["data"] == data:  # goes on where the data stood
+            raise SystemExit(f"--dataset {s.dataset}: not what the run in {out_dir} began with: {train.n_tokens:,} tokens now, {state['data']['n_tokens']:,} then")
+        if state["data"] == data:  # the data goes on where it stood
             first_row = state["first_row"] + (0 if resumed else state["iter"] * (state["settings"]["tokens_per_iter"] // s.block_size))
 
     # model and optimizer
     torch.manual_seed(s.seed)
     if state:
-        config = Config(**{**state["config"], "dropout": s.dropout})
-        raw = Transformer(config)
-        raw.load_state_dict(state["model"])
+        raw = from_checkpoint(state, dropout=s.dropout)
     else:
-        shape = dict(SIZES[s.size])
-        if s.tie_embeddings is not None:
-            shape["tie_embeddings"] = s.tie_embeddings
-        config = Config(vocab_size=train.vocab_size, dropout=s.dropout, **shape)
-        raw = Transformer(config)
-    s.tie_embeddings = config.tie_embeddings
-    raw.to(device)
+        tied = {} if s.tie_embeddings is None else {"tie_embeddings": s.tie_embeddings}
+        raw = Transformer(Config(vocab_size=train.vocab_size, dropout=s.dropout, **SIZES[s.size] | tied))
+    config = raw.to(device).config
     optimizer = torch.optim.AdamW(raw.parameters(), s.learning_rate, (s.beta1, s.beta2), s.adam_eps, s.weight_decay, fused=True)
-    if state and (resumed or s.init_optimizer):
+    if resumed or s.init_optimizer and state:
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0].update(betas=(s.beta1, s.beta2), eps=s.adam_eps, weight_decay=s.weight_decay)
-    model = compiled_model = torch.compile(raw) if compiled else raw
+    model = network = torch.compile(raw) if compiled else raw
     if team.world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(compiled_model, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
+        model = torch.nn.parallel.DistributedDataParallel(network, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
     autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
     # records
-    best = state["best"] if resumed else math.inf
-    tokens_seen = state["tokens"] if resumed else 0
+    best, tokens_seen = (state["best"], state["tokens"]) if resumed else (math.inf, 0)
+    judge = f"val_loss_{phases[-1][0]}"  # best.pt is its minimum
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name(device)), None) if device.type == "cuda" and dtype == torch.bfloat16 else None
-    judge = f"val_loss_{phases[-1][0]}"  # what best.pt is the minimum of
-    log = None
+    first_bad = torch.full((), -1, device=device)  # iteration whose gradient was not finite; read only where the device is waited for anyway
     if team.first:
-        plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir)
+        print_plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
         log = open_log(out_dir, iteration)
-    bar = tqdm(total=s.max_iters, initial=iteration, unit="step", disable=not team.first, mininterval=0.5 if sys.stderr.isatty() else 20)
-    first_bad = torch.full((), -1, device=device)  # the iteration whose gradient was not finite; looked at only where the device is waited for anyway
+    bar = tqdm(total=s.max_iters, initial=iteration, unit="step", disable=not team.first, mininterval=0.5 if sys.stderr.isatty() else 30)
 
     def record(**entry):
         if team.first:
@@ -535,54 +498,68 @@ def main(argv, team):
 
     def stop_if_diverged():
         if (at := int(first_bad)) >= 0:
-            raise SystemExit(f"diverged: the gradient of iteration {at} is not finite; the checkpoints in {out_dir} are from before it. Lower --learning_rate ({s.learning_rate:g})")
+            raise SystemExit(f"diverged: the gradient of iteration {at} is not finite; what is saved in {out_dir} is from before it. Lower --learning_rate {s.learning_rate:g}")
 
-    def save(name):
+    def save():
         stop_if_diverged()
         if team.first:
-            save_checkpoint(out_dir / name, {
+            save_checkpoint(out_dir / "last.pt", {
                 "model": raw.state_dict(), "config": dataclasses.asdict(config), "optimizer": optimizer.state_dict(), "settings": dataclasses.asdict(s),
                 "tokenizer": tokenizer.to_dict(), "data": data, "first_row": first_row, "iter": iteration, "tokens": tokens_seen, "best": best})
 
-    stopping = []
+    def keep(name):
+        """last.pt under a second name, which stays when last.pt is replaced."""
+        if team.first:
+            part = out_dir / f"{name}.tmp"
+            part.unlink(missing_ok=True)
+            try:
+                os.link(out_dir / "last.pt", part)
+            except OSError:  # a file system without links
+                shutil.copyfile(out_dir / "last.pt", part)
+            os.replace(part, out_dir / name)
+
+    signals = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: stopping.append(number))
+        signal.signal(number, lambda number, _: signals.append(number))
 
     # the loop
     stream = training_batches(s, split, train, device, team, phases, iteration, first_row)
     begun, clock, timed_tokens = iteration, time.perf_counter(), 0
     while True:
-        fresh = iteration > begun or not resumed  # the checkpoint of this iteration is not there yet
-        if s.save_interval and iteration % s.save_interval == 0 and fresh:
-            save(f"step_{iteration}.pt")
-        if iteration % s.eval_interval == 0 or iteration == s.max_iters:
-            if iteration and fresh:
-                save("last.pt")  # before the evaluation: whatever happens there, the work is kept
-            results = evaluate(compiled_model, raw, s, split, val, device, autocast, team, names_of(s.objective))
+        to_keep = s.save_interval and iteration % s.save_interval == 0
+        to_evaluate = iteration % s.eval_interval == 0 or iteration == s.max_iters
+        if (to_keep or to_evaluate) and (iteration > begun or not resumed):
+            save()  # before the evaluation: whatever happens there, the work is kept
+        if to_keep:
+            keep(f"step_{iteration}.pt")
+        if to_evaluate:
+            raw.eval()
+            results = evaluate(network, raw.head_weight, s, split, val, device, autocast, team, [name for name, _, _ in phases])
+            raw.train()
             record(iter=iteration, **results)
-            line = " | ".join(f"{name} {value:.4f}" if "loss" in name else f"{name} {value:.1%}" for name, value in results.items())
-            tqdm.write(f"iter {iteration:6,} | {line}") if team.first else None
-            if iteration and results[judge] < best:  # never true of a NaN
+            if team.first:
+                tqdm.write(f"iter {iteration:6,} | " + " | ".join(f"{name} {value:.1%}" if "accuracy" in name else f"{name} {value:.4f}" for name, value in results.items()))
+            if results[judge] < best:  # never true of a NaN
                 best = results[judge]
-                save("best.pt")
+                keep("best.pt")
             clock, timed_tokens = time.perf_counter(), 0
         if iteration == s.max_iters:
             break
+
         batches = next(stream)
-        n_targets, n_tokens, n_pairs, stop = team.sum(sum(b.n_targets for b in batches), sum(b.n_tokens for b in batches), sum(b.n_pairs for b in batches), len(stopping))
+        n_targets, n_tokens, n_pairs, stop = team.sum(sum(b.n_targets for b in batches), sum(b.n_tokens for b in batches), sum(b.n_pairs for b in batches), len(signals))
         if stop:
             break
         if s.dropout:
             torch.manual_seed(int(stream_key(s.seed, iteration, team.rank)[0] >> 1))  # the same units after a resume, others on each process
         causal = objective_at(iteration, phases) == "clm"
-        rate = learning_rate_at(iteration, s)
-        optimizer.param_groups[0]["lr"] = rate
+        rate = optimizer.param_groups[0]["lr"] = learning_rate_at(iteration, s)
         loss_sum = torch.zeros((), device=device)
         for b in batches:
             with contextlib.nullcontext() if b is batches[-1] or team.world == 1 else model.no_sync():
                 with autocast():
                     loss = model(b.ids, b.cu_seqlens, b.max_seqlen, causal, b.positions, b.targets)
-                (loss * (team.world / max(n_targets, 1))).backward()  # DDP takes the mean over processes; together the mean over all targets
+                (loss * (team.world / max(n_targets, 1))).backward()  # DDP takes the mean over processes: together the mean over all targets
             loss_sum += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip or math.inf)
         first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), iteration + 1, first_bad)
@@ -596,19 +573,21 @@ def main(argv, team):
             loss = team.sum(float(loss_sum))[0] / max(n_targets, 1)
             speed = timed_tokens / (time.perf_counter() - clock)
             use = flops_per_token(config, n_pairs / n_tokens / (1 + causal), n_targets / n_tokens) * speed / peak / team.world if peak else None
-            record(iter=iteration, loss=loss, lr=rate, grad_norm=float(norm), tokens=tokens_seen, tokens_per_s=round(speed), **{"mfu": round(use, 4)} if peak else {})
+            record(iter=iteration, loss=loss, lr=rate, grad_norm=float(norm), tokens=tokens_seen, tokens_per_s=round(speed), mfu=use)
             bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s, MFU {f'{use:.1%}' if peak else 'n/a'}", refresh=False)
             clock, timed_tokens = time.perf_counter(), 0
         bar.update(1)
+
     bar.close()
     stream.close()
-    if stop_signal := iteration < s.max_iters:
-        save("last.pt")
+    if iteration < s.max_iters:
+        save()
     if team.first:
         log.close()
-        if stop_signal:
-            print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. Go on: the same command with --init_from resume --out_dir {out_dir}")
+        if iteration < s.max_iters:
+            print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. To go on: the same command with --init_from resume --out_dir {out_dir}")
         else:
+            raw.eval()
             show_guesses(raw, tokenizer, val, phases[-1][0] == "clm", device, autocast)
             plot(out_dir)
             print(f"weights: {out_dir / 'last.pt'} (iteration {iteration:,}), {out_dir / 'best.pt'} ({judge} {best:.4f})")
@@ -617,12 +596,11 @@ def main(argv, team):
 
 
 if __name__ == "__main__":
-    the_team = Team()
     try:
-        main(sys.argv[1:], the_team)
+        main(sys.argv[1:])
     except SystemExit as end:
         if isinstance(end.code, str):  # bad input: one line, from one process of each machine
-            if the_team.local_rank == 0:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {end.code}", file=sys.stderr)
             end.code = 1
         raise

@@ -1,7 +1,7 @@
 """
 Speed of pretraining steps against other people's code, whole optimizer steps on equal batches:
 
-    python bench/pretrain.py                        # the loader, and MLM against transformers' EuroBertForMaskedLM (pip install transformers)
+    python bench/pretrain.py                        # the loader; MLM against logits at all positions, and against EuroBertForMaskedLM (pip install transformers)
     python bench/pretrain.py --nanogpt model.py     # and CLM against the model.py of a nanoGPT checkout
 
 The two sides take turns in one process, so that a machine whose speed drifts does so for both; what is quoted is the median of the ratios of
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from data.batches import make_batch
 from data.tokens import TokenFile, TokenWriter
@@ -28,12 +29,12 @@ def corpus(vocab_size, n_tokens):
         eos = n_ordinary = vocab_size - 3
     tokenizer.vocab_size = vocab_size
     rng = np.random.default_rng(0)
-    path = Path(tempfile.mkdtemp()) / "random.bin"
-    out = TokenWriter(path, tokenizer)
-    while out.n_tokens < n_tokens:
-        out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, 400, 1000)])
-    out.close()
-    return TokenFile(path)
+    with tempfile.TemporaryDirectory() as folder:
+        out = TokenWriter(Path(folder) / "random.bin", tokenizer)
+        while out.n_tokens < n_tokens:
+            out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, 400, 1000)])
+        out.close()
+        return TokenFile(out.path)  # the memory map outlives the name
 
 
 def whole_step(network, loss_of, args):
@@ -55,9 +56,23 @@ def ours(objective, vocab_size, args, **shape):
     torch.manual_seed(0)
     network = Transformer(Config(vocab_size=vocab_size, **SHAPE | shape))
     batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, objective, 0.4)
-    documents = dict(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen) if args.packed else {}
-    loss_of = lambda: network(batch.ids, **documents, causal=objective == "clm", positions=batch.positions, targets=batch.targets) / batch.n_targets
+    loss_of = lambda: network(batch.ids, causal=objective == "clm", positions=batch.positions, targets=batch.targets) / batch.n_targets
     return whole_step(network, loss_of, args)
+
+
+def full_logits(vocab_size, args):
+    """Our own network, but with plain code in place of its loss: logits at all positions, and cross_entropy that ignores those without a target."""
+    torch.manual_seed(0)
+    network = Transformer(Config(vocab_size=vocab_size, **SHAPE))
+    ids, labels = ids_and_labels(args)
+    return whole_step(network, lambda: F.cross_entropy(network.head(network(ids)).float().flatten(0, 1), labels.flatten()), args)
+
+
+def ids_and_labels(args):
+    batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, "mlm", 0.4)
+    labels = torch.full((args.rows * args.block_size,), -100)
+    labels[batch.positions[:batch.n_targets]] = batch.targets[:batch.n_targets]
+    return batch.ids, labels.view(args.rows, -1)
 
 
 def eurobert(vocab_size, args):
@@ -67,11 +82,8 @@ def eurobert(vocab_size, args):
         vocab_size=vocab_size, hidden_size=SHAPE["n_embd"], intermediate_size=SHAPE["intermediate_size"], num_hidden_layers=SHAPE["n_layer"],
         num_attention_heads=SHAPE["n_head"], num_key_value_heads=SHAPE["n_kv_head"], max_position_embeddings=2048, rope_theta=10000.0, pad_token_id=0,
         bos_token_id=0, eos_token_id=0, mask_token_id=0, tie_word_embeddings=False))
-    batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, "mlm", 0.4)
-    labels = torch.full((args.rows * args.block_size,), -100)
-    labels[batch.positions[:batch.n_targets]] = batch.targets[:batch.n_targets]
-    labels = labels.view(args.rows, -1)
-    return whole_step(network, lambda: network(input_ids=batch.ids, labels=labels).loss, args)
+    ids, labels = ids_and_labels(args)
+    return whole_step(network, lambda: network(input_ids=ids, labels=labels).loss, args)
 
 
 def nanogpt(vocab_size, args):
@@ -90,9 +102,8 @@ def nanogpt(vocab_size, args):
 def race(name, mine, other, args):
     """Turns of the two steps, in both orders; the ratio is of tokens a second."""
     pairs, times = [], ([], [])
-    for step in (mine, other):
-        loss = step()
-        step()
+    for step in (mine, other, mine, other):
+        step()  # warm-up
     for i in range(args.pairs):
         for side in ((0, 1), (1, 0))[i % 2]:
             begun = time.perf_counter()
@@ -104,6 +115,14 @@ def race(name, mine, other, args):
     print(f"{name:44} {speed[0]:9,.0f} {speed[1]:9,.0f}   {middle:5.2f}x  ({low:.2f} - {high:.2f})", flush=True)
 
 
+def peak_memory():
+    """Greatest resident size of this process so far, in bytes. Linux's ru_maxrss would count the parent's at the fork as well."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", help="path of nanoGPT's model.py")
@@ -111,14 +130,13 @@ def main():
     parser.add_argument("--block_size", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--dtype", default="bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32", choices=("bfloat16", "float32"))
-    parser.add_argument("--packed", action="store_true", help="our side keeps documents apart, which the others cannot")
     parser.add_argument("--peak", nargs=2, metavar=("SIDE", "VOCABULARY"), help=argparse.SUPPRESS)  # one step in this process, then its peak memory
     args = parser.parse_args()
     if args.peak:
         side, vocabulary = args.peak[0], int(args.peak[1])
         args.tokens = corpus(vocabulary, 100_000)
-        (ours("mlm", vocabulary, args) if side == "ours" else eurobert(vocabulary, args))()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "linux" else 1e9))
+        {"ours": lambda: ours("mlm", vocabulary, args), "full logits": lambda: full_logits(vocabulary, args), "EuroBertForMaskedLM": lambda: eurobert(vocabulary, args)}[side]()()
+        print(peak_memory() / 1e9)
         return
 
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}; {args.rows} rows of {args.block_size} tokens; {SHAPE}")
@@ -133,20 +151,22 @@ def main():
         print(f"loader alone, {objective}, batches of 64 x 512: {np.median(rates) / 1e6:.0f} million tokens/s (median of 40 turns)")
 
     print(f"\n{'tokens a second':44} {'ours':>9} {'other':>9}   ratio   (quartiles of {args.pairs} pairs)")
-    if importlib.util.find_spec("transformers"):
-        for vocabulary in (8192, 50304):
-            args.tokens = corpus(vocabulary, 100_000)
-            race(f"MLM 0.4, vocabulary {vocabulary:,}, EuroBertForMaskedLM", ours("mlm", vocabulary, args), eurobert(vocabulary, args), args)
-    else:
-        print("MLM against EuroBertForMaskedLM: left out, transformers is not installed")
-    if args.nanogpt:
-        for vocabulary in (8192, 50304):
-            args.tokens = corpus(vocabulary, 100_000)
-            race(f"CLM, vocabulary {vocabulary:,}, nanoGPT", ours("clm", vocabulary, args, intermediate_size=680), nanogpt(vocabulary, args), args)
-    if importlib.util.find_spec("transformers"):
-        peaks = [float(subprocess.run([sys.executable, __file__, "--peak", side, "128256", "--rows", str(args.rows), "--block_size", str(args.block_size), "--dtype", args.dtype],
-                                      capture_output=True, text=True, check=True).stdout.split()[-1]) for side in ("ours", "eurobert")]
-        print(f"\npeak memory of an MLM step, vocabulary 128,256: ours {peaks[0]:.2f} GB, EuroBertForMaskedLM {peaks[1]:.2f} GB: {peaks[0] / peaks[1]:.2f}x")
+    transformers = importlib.util.find_spec("transformers") is not None
+    for vocabulary in (8192, 50304):
+        args.tokens = corpus(vocabulary, 100_000)
+        mlm = lambda: ours("mlm", vocabulary, args)
+        race(f"MLM 0.4, {vocabulary:,} ids, full logits", mlm(), full_logits(vocabulary, args), args)
+        if transformers:
+            race(f"MLM 0.4, {vocabulary:,} ids, EuroBertForMaskedLM", mlm(), eurobert(vocabulary, args), args)
+        if args.nanogpt:
+            race(f"CLM, {vocabulary:,} ids, nanoGPT", ours("clm", vocabulary, args, intermediate_size=680), nanogpt(vocabulary, args), args)
+    print("\npeak memory of a process that takes one MLM step, vocabulary 128,256")
+    for side in ("ours", "full logits") + ("EuroBertForMaskedLM",) * transformers:
+        done = subprocess.run([sys.executable, __file__, "--peak", side, "128256", "--rows", str(args.rows), "--block_size", str(args.block_size), "--dtype", args.dtype],
+                              capture_output=True, text=True, check=True)
+        print(f"{side:44} {float(done.stdout.split()[-1]):9.2f} GB", flush=True)
+    if not transformers:
+        print("EuroBertForMaskedLM: left out, transformers is not installed")
 
 
 if __name__ == "__main__":
