@@ -329,11 +329,11 @@ def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, w
     rng = np.random.default_rng(0)
     shown = 0
     for i in rng.permutation(max(0, len(ends) - 1)):
-        document = ids[ends[i] + 1:ends[i + 1]]
+        document = ids[ends[i] + 1:ends[i + 1]][:48]
         pieces = [tokenizer.decode([token]) for token in document]
         whole = [n for n, (piece, after) in enumerate(zip(pieces, pieces[1:] + [" "]))
                  if n and len(piece) > 4 and piece[0] == " " and piece[1:].isalpha() and not after[:1].isalpha()]
-        if not 16 <= len(document) <= 48 or len(whole) < 2 * words or shown == sentences:
+        if len(document) < 16 or len(whole) < 2 * words or shown == sentences:
             continue
         if shown == 0:
             print(f"held-out sentences; what the model puts at the numbered places, from {'the words before' if causal else 'the words on both sides'}:")
