@@ -205,7 +205,9 @@ class Transformer(nn.Module):
         if targets is None:
             return x
         x = x.flatten(0, 1)
-        return HeadLoss.apply(x if positions is None else x[positions], self.head_weight, targets)
+        if positions is not None:
+            x = x[positions]
+        return HeadLoss.apply(x, self.head_weight, targets) if torch.is_grad_enabled() else score(x, self.head_weight, targets)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -235,9 +237,7 @@ class HeadLoss(torch.autograd.Function):
         dtype = compute_dtype(hidden)
         h, w = hidden.to(dtype), weight.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        train_hidden, train_weight = ctx.needs_input_grad[:2]
-        d_hidden = torch.empty_like(h) if train_hidden else None
-        d_weight = None
+        d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)
         for rows in row_blocks(len(h), len(w)):
             target = targets[rows].clamp(min=0)[:, None]
             counts = (targets[rows] != IGNORE)[:, None].float()
@@ -245,16 +245,12 @@ class HeadLoss(torch.autograd.Function):
             top = logits.amax(-1, keepdim=True).float()
             p = (logits - top).exp_()                                   # fp32 from here on
             total = p.sum(-1, keepdim=True)
-            loss += ((total.log() + top - logits.gather(1, target)) * counts).sum()
+            loss = loss + ((total.log() + top - logits.gather(1, target)) * counts).sum()  # not in place: torch.compile of 2.11 then loses the gradient
             del logits
-            if train_hidden or train_weight:
-                d_logits = p.mul_(counts / total).scatter_add_(1, target, -counts).to(dtype)  # softmax minus one at the target
-                del p
-                if train_hidden:
-                    d_hidden[rows] = d_logits @ w
-                if train_weight:
-                    d_block = (d_logits.t() @ h[rows]).float()
-                    d_weight = d_block if d_weight is None else d_weight.add_(d_block)
+            d_logits = p.mul_(counts / total).scatter_add_(1, target, -counts).to(dtype)  # softmax minus one at the target
+            del p
+            d_hidden[rows] = d_logits @ w
+            d_weight += d_logits.t() @ h[rows]
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return loss
@@ -263,8 +259,7 @@ class HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss):
         d_hidden, d_weight = ctx.saved_tensors
-        return (None if d_hidden is None else (d_hidden * d_loss).to(ctx.dtypes[0]),
-                None if d_weight is None else (d_weight * d_loss).to(ctx.dtypes[1]), None)
+        return (d_hidden * d_loss).to(ctx.dtypes[0]), (d_weight * d_loss).to(ctx.dtypes[1]), None
 
 
 @torch.no_grad()
