@@ -8,7 +8,7 @@ What is notable:
   scored nowhere) and single texts are all this one notion. Without cu_seqlens each row is one document.
 - Pre-norm RMSNorm with statistics in fp32, rotary positions in fp32 (the half-split layout), grouped-query attention, SwiGLU, no
   biases, every weight drawn from N(0, 0.02), the output head untied unless `tie_embeddings`.
-- Attention goes through one function, `attention`.
+- Attention goes through one function, `attention`: our own Triton kernel on a GPU, PyTorch's elsewhere.
 - The loss computes logits at target positions only, a block of rows at a time, with their gradients in the same pass.
 """
 import math, os
@@ -67,13 +67,17 @@ class Documents(NamedTuple):
     max_seqlen: int                  # no document is longer
     causal: bool
     mask: torch.Tensor | None        # (B or 1, 1, T, T), 0 where a token may look and -inf elsewhere; None where nothing is hidden
+    table: torch.Tensor | None       # the work of our own kernel (kernels/attention.py); None: PyTorch's attention
 
 
 def attention(q, k, v, docs):
     """softmax(q k' / sqrt(D)) v inside each document. q (B, T, H, D); k, v (B, T, H_kv, D); returns (B, T, H, D).
 
-    Row by row, never over the packed batch. The explicit form is three times as fast as PyTorch's fused kernel on a CPU while a row of scores is
-    short; the fused one takes over beyond, and on a GPU."""
+    Our own kernel takes the tokens of all rows as they lie. Without it attention goes row by row, never over the packed batch: the explicit form is
+    three times as fast as PyTorch's fused kernel on a CPU while a row of scores is short; the fused one takes over beyond, and on a GPU."""
+    if docs.table is not None:
+        from kernels import attention as kernel
+        return kernel.attention(*(x.flatten(0, 1) for x in (q, k, v)), docs.cu_seqlens, docs.max_seqlen, docs.causal, docs.table).view(q.shape)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     if (group := q.size(1) // k.size(1)) > 1:
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -158,6 +162,7 @@ class Transformer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.kernel = False  # attention by kernels/attention.py, on a GPU that it supports; else by PyTorch
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config)
@@ -174,39 +179,44 @@ class Transformer(nn.Module):
     def head_weight(self):
         return self.embed.weight if self.head is None else self.head.weight
 
-    def forward(self, ids, cu_seqlens=None, max_seqlen=None, causal=False, positions=None, targets=None):
+    def forward(self, ids, cu_seqlens=None, max_seqlen=None, causal=False, places=None, targets=None):
         """ids (B, T) -> hidden states (B, T, C), or with targets the summed loss in nats, a fp32 scalar.
 
         cu_seqlens: (documents + 1,) int32 bounds of the documents in ids.view(-1), with max_seqlen, a Python int, their greatest length;
                     None: each row is a document
         causal:     whether a token sees only what stands before it
-        positions:  (N,) int64 places in ids.view(-1) that are scored; None: all
+        places:     (N,) int64 places in ids.view(-1) that are scored; None: all
         targets:    (N,) int64 ids to predict there; IGNORE counts nothing
         """
         B, T = ids.shape
         if T > self.config.block_size:
             raise ValueError(f"rows of {T} tokens, but block_size is {self.config.block_size}")
         x = self.embed(ids)  # (B, T, C)
-        dtype, mask = compute_dtype(x), None
+        dtype, mask, table = compute_dtype(x), None, None
         if cu_seqlens is None:
             rope = self.cos[None, :T], self.sin[None, :T]
-            if causal and explicit_form(x.device, T, dtype):
+            if self.kernel:
+                cu_seqlens = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=ids.device)
+            elif causal and explicit_form(x.device, T, dtype):
                 mask = visible(torch.zeros(1, T, device=ids.device), causal, dtype)
         else:
             place = torch.arange(B * T, dtype=torch.int32, device=ids.device)
             start = cu_seqlens[torch.bucketize(place, cu_seqlens[1:], right=True)]  # of the document that each token is in
             place, start = (place - start).view(B, T), start.view(B, T)
             rope = self.cos[place], self.sin[place]
-            mask = visible(start, causal, dtype)
-        docs = Documents(cu_seqlens, max_seqlen or T, causal, mask)
+            mask = None if self.kernel else visible(start, causal, dtype)
+        if self.kernel:
+            from kernels.attention import row_blocks
+            table = row_blocks(cu_seqlens, B * T, causal)
+        docs = Documents(cu_seqlens, max_seqlen or T, causal, mask, table)
         for block in self.blocks:
             x = block(x, rope, docs)
         x = self.norm(x)
         if targets is None:
             return x
         x = x.flatten(0, 1)
-        if positions is not None:
-            x = x[positions]
+        if places is not None:
+            x = x[places]
         return HeadLoss.apply(x, self.head_weight, targets) if torch.is_grad_enabled() else score(x, self.head_weight, targets)[0]
 
 
@@ -219,7 +229,7 @@ def compute_dtype(x):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def row_blocks(rows, vocab_size):
+def logit_blocks(rows, vocab_size):
     """Slices of at most LOGITS_AT_ONCE logits each, of equal length but for the last."""
     n = max(1, math.ceil(rows * vocab_size / LOGITS_AT_ONCE))
     step = max(1, math.ceil(rows / n))
@@ -238,7 +248,7 @@ class HeadLoss(torch.autograd.Function):
         h, w = hidden.to(dtype), weight.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_hidden, d_weight = torch.empty_like(h), torch.zeros_like(weight, dtype=torch.float32)
-        for rows in row_blocks(len(h), len(w)):
+        for rows in logit_blocks(len(h), len(w)):
             target = targets[rows].clamp(min=0)[:, None]
             counts = (targets[rows] != IGNORE)[:, None].float()
             logits = h[rows] @ w.t()                                    # (rows, V)
@@ -268,7 +278,7 @@ def score(hidden, weight, targets):
     dtype = compute_dtype(hidden)
     h, w = hidden.to(dtype), weight.to(dtype)
     loss, right = torch.zeros((), device=hidden.device), torch.zeros((), dtype=torch.int64, device=hidden.device)
-    for rows in row_blocks(len(h), len(w)):
+    for rows in logit_blocks(len(h), len(w)):
         logits = (h[rows] @ w.t()).float()
         loss += F.cross_entropy(logits, targets[rows], ignore_index=IGNORE, reduction="sum")
         right += (logits.argmax(-1) == targets[rows]).sum()
@@ -309,34 +319,47 @@ def training_bytes(config, tokens, row, scored, bytes_per_value=2):
 
 def save_checkpoint(path, state):
     """Writes a dict of tensors and plain values beside `path` and renames it: `path` is the old file or the new one, whole, at any moment."""
-    part = f"{path}.{os.getpid()}.tmp"
+    part = f"{path}.tmp"
     try:
         with open(part, "wb") as file:
-            torch.save(state, file)
+            torch.save(on_cpu(state), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except (OSError, RuntimeError) as problem:
-        raise SystemExit(f"{path}: not written ({problem}); what was there before is intact") from None
+        cause = problem.__context__ if isinstance(problem.__context__, OSError) else problem  # torch.save hides a full disk behind an error of its own
+        raise SystemExit(f"{path}: not written ({cause}); what was there before is intact") from None
     finally:
         if os.path.exists(part):
             os.remove(part)
 
 
-def load_checkpoint(path, device="cpu"):
-    """The dict that `save_checkpoint` wrote: model (parameter name -> tensor), config, tokenizer, settings, ..."""
+def on_cpu(value):
+    """The same with every tensor in it on the CPU, so that the file opens on a machine without a GPU."""
+    if isinstance(value, dict):
+        return {key: on_cpu(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_cpu, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def load_checkpoint(path, needed=("model", "config", "tokenizer", "settings")):
+    """The dict that `save_checkpoint` wrote, on the CPU: model (parameter name -> tensor), config, tokenizer, settings, ..."""
     if not os.path.isfile(path):
         raise SystemExit(f"{path}: no such checkpoint")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        state["model"], state["config"]
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = [key for key in needed if key not in state]
     except Exception as problem:
-        raise SystemExit(f"{path}: not a checkpoint of this project ({type(problem).__name__}: {str(problem).splitlines()[0][:120]})") from None
+        first_line = (str(problem).splitlines() or ["empty"])[0]
+        raise SystemExit(f"{path}: not a checkpoint of this project ({type(problem).__name__}: {first_line[:120]})") from None
+    if missing:
+        raise SystemExit(f"{path}: a checkpoint without {', '.join(missing)}; this needs a whole one")
     return state
 
 
 def from_checkpoint(state, **changes):
-    """The model of a checkpoint, in fp32, on the CPU; changes: values of its Config that are not to be the checkpoint's."""
+    """The model of a checkpoint, in fp32, on the CPU, in training mode; changes: values of its Config that are not to be the checkpoint's."""
     model = Transformer(Config(**{**state["config"], **changes}))
     model.load_state_dict(state["model"])
     return model

@@ -17,7 +17,13 @@ from model import IGNORE, SIZES, Config, HeadLoss, Transformer, count_parameters
 
 ROOT = Path(__file__).resolve().parent
 torch.set_num_threads(1)  # the models here are too small for more
-LENGTHS = [1, 7, 48, 63, 64, 65, 129, 300]  # of rows; in fp32 the explicit form of attention ends at 256, so both forms are tried
+LENGTHS = [1, 7, 48, 63, 64, 65, 129]
+
+
+@pytest.fixture(params=["explicit", "fused"])
+def both_forms(request, monkeypatch):
+    """Attention on a CPU in each of its two forms, whatever the length of a row."""
+    monkeypatch.setattr(model_file, "explicit_form", lambda *_: request.param == "explicit")
 
 
 def tiny(**changes):
@@ -62,7 +68,7 @@ def test_untrained_weights_and_loss():
 
 @pytest.mark.parametrize("T", LENGTHS)
 @pytest.mark.parametrize("packed", [False, True])
-def test_causality_and_bidirectionality(T, packed):
+def test_causality_and_bidirectionality(T, packed, both_forms):
     network, ids = tiny(), torch.randint(0, 100, (2, T))
     documents = dict(cu_seqlens=bounds(T, T), max_seqlen=T) if packed else {}
     for causal in (True, False):
@@ -88,7 +94,7 @@ def test_one_set_of_weights_serves_both_masks():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(5, 1, 1, 1, 20, 2, 34), (64,), (63, 1), (1,) * 64, (200, 1, 99)])
-def test_packed_documents_are_as_if_alone(lengths, causal):
+def test_packed_documents_are_as_if_alone(lengths, causal, both_forms):
     """Outputs and gradients; one-token documents in a row among them."""
     network, T = tiny(), sum(lengths)
     ids, weight = torch.randint(0, 100, (2, T)), torch.randn(2 * T, 32)
@@ -103,8 +109,7 @@ def test_packed_documents_are_as_if_alone(lengths, causal):
         assert torch.allclose(one, other, atol=1e-4 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("T", [64, 300])
-def test_documents_are_isolated_to_the_bit(T):
+def test_documents_are_isolated_to_the_bit(both_forms, T=64):
     network, ids = tiny(), torch.randint(0, 100, (1, T))
     documents = dict(cu_seqlens=bounds(20, 1, T - 21), max_seqlen=T)
     before = network(ids, **documents)
@@ -122,23 +127,56 @@ def test_cu_seqlens_may_repeat_its_end():
     assert torch.equal(plain, network(ids, bounds(10, 0, 6, 16, 0), 16))
 
 
-@pytest.mark.parametrize("T", [48, 300])
+def norm64(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_equals_the_definition(T, causal):
-    """Against softmax(QK'/sqrt(D))V in float64, for grouped heads; rotary positions against complex numbers."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_network_equals_its_definition(autocast, causal, both_forms, T=48):
+    """A whole block against float64, softmax(QK'/sqrt(D))V for grouped heads and rotary positions by complex numbers: to rounding in fp32, and in
+    bf16 to what bf16 operands cost."""
     network = tiny(n_head=8, n_kv_head=2, n_embd=64, n_layer=1)
-    layer, x = network.blocks[0].attention, torch.randn(1, T, 64)
-    docs = model_file.Documents(None, T, causal, model_file.visible(torch.zeros(1, T), True, torch.float32) if causal and T == 48 else None)
-    found = layer(x, (network.cos[None, :T], network.sin[None, :T]), docs)
-    q, k, v = (x.double() @ layer.qkv.weight.double().t()).view(T, -1, 8).split((8, 2, 2), 1)
-    turn = torch.polar(torch.ones(T, 4).double(), torch.outer(torch.arange(T).double(), 10000 ** (-torch.arange(0, 8, 2).double() / 8)))[:, None]
+    ids, targets = torch.randint(0, 100, (1, T)), torch.randint(0, 100, (T,))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = network(ids, causal=causal)[0]
+        loss = network(ids, causal=causal, targets=targets)
+    network.requires_grad_(False)
+    block, w64 = network.blocks[0], lambda layer: layer.weight.double().t()
+    stream = network.embed.weight.double()[ids[0]]
+    x = norm64(stream, block.norm1.weight)
+    q, k, v = (x @ w64(block.attention.qkv)).view(T, -1, 8).split((8, 2, 2), 1)
+    angle = torch.outer(torch.arange(T).double(), 10000 ** (-torch.arange(0, 8, 2).double() / 8))
+    turn = torch.polar(torch.ones(T, 4).double(), angle)[:, None]
     q, k = (torch.view_as_real(torch.complex(z[..., :4], z[..., 4:]) * turn).movedim(-1, -2).flatten(-2) for z in (q, k))
     k, v = (z.repeat_interleave(4, 1) for z in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
     if causal:
         scores.masked_fill_(torch.ones(T, T).triu(1).bool(), -math.inf)
-    wanted = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(T, 64) @ layer.out.weight.double().t()
-    assert torch.allclose(found[0].double(), wanted, atol=1e-4 * wanted.abs().max().item())
+    stream = stream + torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(T, 64) @ w64(block.attention.out)
+    gate, up = (norm64(stream, block.norm2.weight) @ w64(block.mlp.gate_up)).chunk(2, -1)
+    stream = stream + (F.silu(gate) * up) @ w64(block.mlp.down)
+    wanted = norm64(stream, network.norm.weight)
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < (0.02 if autocast else 1e-6)
+    assert found.dtype == loss.dtype == torch.float32  # the residual stream stays fp32
+    assert loss.double() == pytest.approx(F.cross_entropy(wanted @ w64(network.head), targets, reduction="sum").item(), rel=0.003 if autocast else 1e-6)
+
+
+def test_norms_rotations_and_the_loss_are_fp32_inside():
+    """Of bf16 operands they give what fp32 gives, rounded once."""
+    torch.manual_seed(0)
+    x, norm = (3 + torch.randn(5, 64)).bfloat16(), tiny(n_embd=64).norm
+    wanted = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    assert torch.equal(norm(x), wanted.bfloat16())
+    x, angle = torch.randn(1, 9, 2, 16).bfloat16(), torch.randn(1, 9, 1, 8)
+    a, b = x.float().chunk(2, -1)
+    wanted = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    assert torch.equal(model_file.rotate(x, angle.cos(), angle.sin()), wanted.bfloat16())
+    hidden, weight, targets = torch.randn(40, 32).bfloat16(), torch.randn(500, 32).bfloat16(), torch.randint(0, 500, (40,))
+    wanted = F.cross_entropy((hidden @ weight.t()).double(), targets, reduction="sum")
+    for loss in (HeadLoss.apply(hidden, weight, targets), score(hidden, weight, targets)[0]):
+        assert loss.double() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_rows_longer_than_the_model_are_refused():
@@ -201,7 +239,7 @@ def test_no_target_is_harmless():
     network = tiny()
     network(torch.zeros(1, 8, dtype=torch.long), targets=torch.full((8,), IGNORE)).backward()
     assert all((p.grad == 0).all() for p in network.parameters())
-    network(torch.zeros(1, 8, dtype=torch.long), positions=torch.zeros(0, dtype=torch.long), targets=torch.zeros(0, dtype=torch.long)).backward()
+    network(torch.zeros(1, 8, dtype=torch.long), places=torch.zeros(0, dtype=torch.long), targets=torch.zeros(0, dtype=torch.long)).backward()
 
 
 def test_logits_exist_at_targets_only_and_a_block_at_a_time():
@@ -222,7 +260,7 @@ def test_logits_exist_at_targets_only_and_a_block_at_a_time():
     model_file.LOGITS_AT_ONCE = 50_000 * 64
     try:
         with Largest():
-            network(ids, positions=places, targets=ids.view(-1)[places]).backward()
+            network(ids, places=places, targets=ids.view(-1)[places]).backward()
     finally:
         model_file.LOGITS_AT_ONCE = old
     assert 0 < Largest.seen <= 50_000 * 64
@@ -234,12 +272,12 @@ def test_size_work_and_memory_are_stated():
     ids = torch.randint(0, 4096, (8, 128))
     from torch.utils.flop_counter import FlopCounterMode
     with FlopCounterMode(display=False) as counter:
-        network(ids, bounds(*[128] * 8), 128, positions=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long)).backward()
+        network(ids, bounds(*[128] * 8), 128, places=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long)).backward()
     assert abs(counter.get_total_flops() / 1024 / flops_per_token(config, 128, 0.25) - 1) < 0.01
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) and x, lambda x: x):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = network(ids, bounds(*[128] * 8), 128, positions=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long))
+            loss = network(ids, bounds(*[128] * 8), 128, places=torch.arange(0, 1024, 4), targets=torch.zeros(256, dtype=torch.long))
     own = {p.data_ptr() for p in network.parameters()}
     measured = sum(size for place, size in kept.items() if place not in own)
     assert 0.7 < (training_bytes(config, 1024, 128, 0.25) - 16 * sum(count_parameters(config))) / measured < 1.4
@@ -265,7 +303,7 @@ def test_the_objective_learns_what_it_says(objective, wanted):
     for _ in range(150):
         ids, places, targets = batch()
         optimizer.zero_grad()
-        (network(ids, causal=objective == "clm", positions=places, targets=targets) / len(targets)).backward()
+        (network(ids, causal=objective == "clm", places=places, targets=targets) / len(targets)).backward()
         optimizer.step()
     ids = (7 + torch.arange(32))[None] % 60
     if objective == "mlm":
@@ -308,11 +346,11 @@ def test_command_line_spellings():
     ("--tokens_per_iter 1000 --batch_size 3 --block_size 128", "the nearest are 768 and 1152"), ("--size huge", "give mini, 210m"), ("--learning_rate -1", "learning_rate -1"),
     ("--learning_rate inf", "learning_rate inf"), ("--device tpu", "--device tpu"), ("--dtype fp8", "--dtype fp8"), ("--packing none", "--packing none"), ("--attention triton", "--attention triton"),
     ("--dataset nowhere", "no such token file"), ("--init_from nowhere.pt", "no such checkpoint"), ("--init_from resume --out_dir nowhere", "no such checkpoint"), ("--max_iters 0", "at least 1"),
-    ("--max_iters", "--max_iters"), ("mlm", "no such setting"), ("--dropout 1", "dropout 1"), ("--batch_size 0 --tokens_per_iter 128", "batch_size 0")])
+    ("--max_iters", "--max_iters"), ("mlm", "no such setting"), ("--dropout 1", "dropout 1"), ("--mask_ratio 0.005 --block_size 64", "chooses no token"), ("--seed 1e30", "seed"), ("--init_optimizer yes", "goes with --init_from PATH"), ("--batch_size 0 --tokens_per_iter 128", "batch_size 0")])
 def test_bad_settings_are_one_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        train.main(flags.split())
+        train.main((flags if "--device" in flags else flags + " --device=cpu" * (flags != "--max_iters")).split())
     assert message in str(end.value) and "\n" not in str(end.value)
     assert not list(tmp_path.iterdir())  # before any work
 
@@ -341,7 +379,7 @@ def dataset(tmp_path_factory):
 
 
 def flags_for(dataset, out_dir, **changes):
-    settings = dict(dataset=dataset, out_dir=out_dir, block_size=64, tokens_per_iter=512, max_iters=8, eval_interval=4, eval_tokens=2048, log_interval=1, dtype="float32") | changes
+    settings = dict(dataset=dataset, out_dir=out_dir, device="cpu", block_size=64, tokens_per_iter=512, max_iters=8, eval_interval=4, eval_tokens=2048, log_interval=1, dtype="float32") | changes
     return [f"--{name}={value}" for name, value in settings.items() if value is not None]
 
 
@@ -406,12 +444,15 @@ def test_validation_counts_each_target_once(dataset, tmp_path):
     assert metrics(tmp_path / "a", "val_loss_mlm")[8] == metrics(tmp_path / "b", "val_loss_mlm")[8]
     state, tokens = load_checkpoint(tmp_path / "a/last.pt"), TokenFile(dataset / "val.bin")
     network = model_file.from_checkpoint(state).requires_grad_(False)
-    total = count = 0
+    total = count = right = 0
     for row in range(-(-tokens.n_tokens // 64)):
         batch = make_batch(tokens, [row], 64, "mlm", 0.4)
-        total += float(network(batch.ids, batch.cu_seqlens, 64, False, batch.positions, batch.targets))
+        total += float(network(batch.ids, batch.cu_seqlens, 64, False, batch.places, batch.targets))
+        hidden = network(batch.ids, batch.cu_seqlens, 64).flatten(0, 1)[batch.places[:batch.n_targets]]
+        right += int(((hidden @ network.head_weight.t()).argmax(-1) == batch.targets[:batch.n_targets]).sum())
         count += batch.n_targets
     assert metrics(tmp_path / "a", "val_loss_mlm")[8] == pytest.approx(total / count, rel=1e-5)
+    assert metrics(tmp_path / "a", "val_accuracy_mlm")[8] == pytest.approx(right / count, abs=2 / count) and right
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -425,18 +466,74 @@ def test_resume_is_exact(dataset, tmp_path, processes):
         shutil.copy(tmp_path / f"whole/step_{at}.pt", part / "last.pt")
         shutil.copy(tmp_path / "whole/metrics.jsonl", part)
         done = run(dataset, part, **common, init_from="resume")
-        assert "lines past iteration" in done.stdout
+        assert "are dropped, since that part runs again" in done.stdout
         assert same(weights(part / "last.pt"), weights(tmp_path / "whole/last.pt"))
         assert same(weights(part / "best.pt"), weights(tmp_path / "whole/best.pt"))
         for key in ("loss", "lr", "grad_norm", "tokens", "val_loss_mlm", "val_loss_clm"):
             assert metrics(part, key) == metrics(tmp_path / "whole", key)
-        if processes == 1 and at == 6:  # under another number of processes: same data, same rates, same tokens
-            other = tmp_path / "other"
-            other.mkdir()
-            shutil.copy(tmp_path / f"whole/step_{at}.pt", other / "last.pt")
-            run(dataset, other, **{**common, "processes": 2, "dropout": None}, init_from="resume")
-            for key in ("lr", "tokens"):
-                assert metrics(other, key).items() <= metrics(tmp_path / "whole", key).items()
+
+
+def test_resume_under_another_number_of_processes(dataset, tmp_path):
+    """Same iteration, rates, data and batch: the losses go on as they would have."""
+    common = dict(objective="clm:0.5,mlm:0.5", max_iters=8, warmup_iters=2, decay_iters=2, eval_interval=4, save_interval=3)
+    here(dataset, tmp_path / "one", **common)
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one/step_3.pt", tmp_path / "two/last.pt")
+    run(dataset, tmp_path / "two", processes=2, init_from="resume", **common)
+    assert list(metrics(tmp_path / "two")) == [4, 5, 6, 7, 8]
+    for key in ("loss", "lr", "grad_norm", "tokens"):
+        whole = metrics(tmp_path / "one", key)
+        assert metrics(tmp_path / "two", key) == pytest.approx({i: whole[i] for i in (4, 5, 6, 7, 8)}, rel=1e-4)
+
+
+def test_steps_are_adamw_with_clipping_and_weight_decay(dataset, tmp_path):
+    """Three steps of the real loop against the formulas (Loshchilov and Hutter, arXiv 1711.05101), decay on every parameter."""
+    here(dataset, tmp_path / "x", max_iters=3, save_interval=1, warmup_iters=2, decay_iters=0, learning_rate=0.01, grad_clip=0.5)
+    tokens = TokenFile(dataset / "train.bin")
+    network = model_file.from_checkpoint(load_checkpoint(tmp_path / "x/step_0.pt"))
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in network.named_parameters()}
+    for step in (1, 2, 3):
+        batch = make_batch(tokens, np.arange(8) + 8 * (step - 1), 64, "mlm", 0.4, seed=1337)
+        network.zero_grad()
+        (network(batch.ids, batch.cu_seqlens, 64, False, batch.places, batch.targets) / batch.n_targets).backward()
+        norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
+        assert metrics(tmp_path / "x", "grad_norm")[step] == pytest.approx(norm.item(), rel=1e-4) and norm > 0.5
+        rate = 0.01 * min(1, step / 2)
+        for name, p in network.named_parameters():
+            gradient, (m, v) = p.grad * (0.5 / norm), moments[name]
+            m.mul_(0.9).add_(0.1 * gradient)
+            v.mul_(0.95).add_(0.05 * gradient ** 2)
+            p.data.mul_(1 - rate * 0.1)
+            p.data.sub_(rate * (m / (1 - 0.9**step)) / ((v / (1 - 0.95**step)).sqrt() + 1e-5))
+        after = weights(tmp_path / f"x/step_{step}.pt")
+        for name, p in network.named_parameters():
+            assert torch.allclose(p, after[name], atol=2e-5), name
+
+
+def test_the_loop_uses_what_the_settings_say(dataset, tmp_path, monkeypatch):
+    seen = []
+    real = train.make_batch
+    monkeypatch.setattr(train, "make_batch", lambda *a, **k: seen.append((a, k)) or real(*a, **k))
+    here(dataset, tmp_path / "x", max_iters=1, packing="random", mask_split="0.8,0.1,0.1", mask_ratio=0.3, tie_embeddings=False, eval_interval=1)
+    for (_, rows, block_size, objective, ratio, split, packing, *seed), named in seen:
+        assert (block_size, objective, ratio, split, packing) == (64, "mlm", 0.3, (0.8, 0.1, 0.1), "random")
+        assert (seed or [named["seed"]])[0] in (0, 1337)
+    assert sum(len(a[1]) for a, k in seen if a[7:] == (1337,)) == 8
+    assert "head.weight" in weights(tmp_path / "x/last.pt")
+
+
+def test_processes_drop_different_units(dataset, tmp_path):
+    """Two processes on equal rows: with one seed for both, dropout would give both the same loss."""
+    one = write_corpus(tmp_path / "set", {"train": ["the quick brown fox jumps over the lazy dog, and runs far away."], "val": ["a lazy dog"] * 20})
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train, torch\nreal = torch.autograd.Function.apply\nimport model\n"
+            "score = model.HeadLoss.forward\n"
+            "model.HeadLoss.forward = staticmethod(lambda *a: (lambda l: (print('LOSS', l.item(), flush=True), l)[1])(score(*a)))\n"
+            f"train.main({flags_for(one, tmp_path / 'x', max_iters=1, tokens_per_iter=128, dropout=0.5)!r})")
+    (tmp_path / "go.py").write_text(code)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(tmp_path / "go.py")],
+                          capture_output=True, text=True, env=environment())
+    losses = re.findall(r"LOSS ([\d.]+)", done.stdout)
+    assert len(losses) == 2 and losses[0] != losses[1], done.stdout + done.stderr
 
 
 def test_sigkill_and_resume_under_torchrun(dataset, tmp_path):
@@ -529,20 +626,23 @@ def test_checkpoints_are_plain(dataset, tmp_path):
     assert Config(**state["config"]).n_layer == 4 and state["settings"]["mask_ratio"] == 0.4
 
 
-def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_old_file(tmp_path):
+    """A file that may not grow stands for a full disk: PyTorch sees the same error from the same call."""
     path = tmp_path / "last.pt"
-    save_checkpoint(path, {"model": {}, "config": {}, "iter": 1})
-
-    def full(state, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(SystemExit, match="No space left.*intact"):
-        save_checkpoint(path, {"model": {}, "config": {}, "iter": 2})
+    state = {"model": {"w": torch.zeros(100_000)}, "config": {}, "tokenizer": {}, "settings": {}, "iter": 1}
+    save_checkpoint(path, state)
+    code = (f"import sys, resource, signal; sys.path.insert(0, {str(ROOT)!r}); import model, torch; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+            f"model.save_checkpoint({str(path)!r}, {{'model': {{'w': torch.zeros(100_000)}}}})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert re.search(r"last.pt: not written \(.*File too large.*\); what was there before is intact", done.stderr) and done.returncode == 1
     assert load_checkpoint(path)["iter"] == 1 and list(tmp_path.iterdir()) == [path]
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(SystemExit, match="not a checkpoint"):
+    for content, message in ((path.read_bytes()[:100], "not a checkpoint"), (b"", "not a checkpoint"), (b"hello", "not a checkpoint")):
+        path.write_bytes(content)
+        with pytest.raises(SystemExit, match=message):
+            load_checkpoint(path)
+    save_checkpoint(path, {"model": {}, "config": {}})
+    with pytest.raises(SystemExit, match="a checkpoint without tokenizer, settings"):
         load_checkpoint(path)
 
 
@@ -568,6 +668,20 @@ def test_best_is_the_minimum_of_the_log(dataset, tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path / "x/best.pt")["iter"] == 3  # 2.5 at iteration 5 is no new minimum
 
 
+def test_an_evaluation_at_the_end_counts_after_a_resume(dataset, tmp_path, monkeypatch, capsys):
+    """Also where it does not fall on the grid of evaluations; and one that was killed is made up for."""
+    losses = iter([9, 5, 4, 1, 3, 3.5, 2.5])
+    real = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *a: real(*a) | {"val_loss_mlm": next(losses)})
+    here(dataset, tmp_path / "x", max_iters=5, eval_interval=2)
+    here(dataset, tmp_path / "x", max_iters=8, eval_interval=2, init_from="resume")
+    assert load_checkpoint(tmp_path / "x/best.pt")["iter"] == 5 and metrics(tmp_path / "x", "val_loss_mlm")[5] == 1
+    lines = (tmp_path / "x/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "x/metrics.jsonl").write_text("".join(lines[:-1]))  # killed between the last checkpoint and its evaluation
+    here(dataset, tmp_path / "x", max_iters=8, eval_interval=2, init_from="resume")
+    assert metrics(tmp_path / "x", "val_loss_mlm")[8] == 2.5 and not list((tmp_path / "x").glob("*.tmp"))
+
+
 def test_wrong_data_is_refused(dataset, tmp_path):
     here(dataset, tmp_path / "x", max_iters=2)
     other = tmp_path / "other"
@@ -586,8 +700,11 @@ def test_wrong_data_is_refused(dataset, tmp_path):
 
 
 def test_bad_settings_under_torchrun_end_on_all_ranks(dataset, tmp_path):
-    done = run(dataset, tmp_path / "x", processes=2, check=False, mask_ratio=1.5)
-    assert done.returncode != 0 and done.stderr.count("error: --mask_ratio 1.5") == 1
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/step_7.pt").write_bytes(b"someone's")
+    for folder, changes, message in (("y", dict(mask_ratio=1.5), "error: --mask_ratio 1.5"), ("x", {}, "holds a run already")):
+        done = run(dataset, tmp_path / folder, processes=2, check=False, **changes)
+        assert done.returncode != 0 and done.stderr.count(message) == 1 and "[rank1]" not in done.stderr
 
 
 def test_the_model_learns_english(tmp_path):

@@ -8,7 +8,7 @@ Pretrains the model of model.py with MLM, CLM, or one after the other on the sam
 The file reads from top to bottom: settings and their checks, machine, data, what a person sees, the run. Flags are made from the settings.
 A run writes OUT_DIR/metrics.jsonl, last.pt (the newest weights) and best.pt (the lowest validation loss of the last objective).
 """
-import argparse, contextlib, dataclasses, difflib, importlib.util, json, math, os, shutil, signal, sys, time
+import argparse, contextlib, dataclasses, difflib, fcntl, gc, importlib.util, json, math, os, re, shutil, signal, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ class Settings:
     dataset: str = setting("docstrings", "a folder under data/ (or any path) with train.bin, val.bin and bpe.json")
     batch_size: int = setting(None, "rows of a micro-batch on one process (default: what fits tokens_per_iter, at most 32)", int)
     block_size: int = setting(None, "tokens of a row (default: 128 on a CPU, 512 on a GPU)", int)
-    tokens_per_iter: int = setting(None, "tokens of an optimizer step, all processes and micro-batches together (default: 4,096 on a CPU, 65,536 on a GPU)", int)
+    tokens_per_iter: int = setting(None, "tokens of a step, all processes and micro-batches (default: about 4,096 on a CPU, 65,536 on a GPU)", int)
     max_iters: int = setting(None, "optimizer steps (default: 1,400 on a CPU, 2,000 on a GPU)", int)
     learning_rate: float = setting(None, "rate of the plateau (default: 1.5e-3 for mini, 5e-4 for the others)", float)
     warmup_iters: int = setting(None, "steps of linear warm-up (default: 5%% of max_iters, at most 2,000)", int)
@@ -64,12 +64,12 @@ class Settings:
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
     compile: bool = setting(None, "torch.compile (default: yes on an NVIDIA or AMD GPU)", bool)
-    attention: str = setting("auto", "auto or sdpa (PyTorch's)")
+    attention: str = setting("auto", "triton (kernels/attention.py), sdpa (PyTorch's), or auto: triton where it can serve, on a GPU")
     seed: int = setting(1337, "of the weights, the order of the data and the masks")
 
 
 # What a resumed run may change: where and how it runs, what it reports, and how long it goes on.
-FREE_AT_RESUME = {"batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "eval_tokens", "save_interval", "log_interval", "out_dir",
+FREE_AT_RESUME = {"dataset", "init_optimizer", "batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "eval_tokens", "save_interval", "log_interval", "out_dir",
                   "init_from", "device", "dtype", "compile", "attention"}
 
 
@@ -107,6 +107,11 @@ def parse(settings, argv):
     return values
 
 
+def names_of(objective):
+    """"clm:0.25,mlm:0.75" -> ["clm", "mlm"]."""
+    return [name for name, _, _ in phases_of(objective, 10**9)]
+
+
 def phases_of(objective, max_iters):
     """"clm:0.25,mlm:0.75" -> [("clm", first iteration, iteration after the last), ("mlm", ...)]."""
     parts = [part.partition(":") for part in objective.split(",")]
@@ -122,7 +127,8 @@ def phases_of(objective, max_iters):
     bounds = [round(max_iters * sum(shares[:i])) for i in range(len(shares))] + [max_iters]
     for name, first, after in zip(names, bounds, bounds[1:]):
         if after <= first:
-            raise SystemExit(f"--objective {objective}: the phase {name} gets no step of --max_iters {max_iters}; give more steps or a larger share")
+            raise SystemExit(f"--objective {objective}: the phase {name} gets no step of --max_iters {max_iters}; "
+                             f"give more steps or a larger share")
     return list(zip(names, bounds, bounds[1:]))
 
 
@@ -142,7 +148,8 @@ def adapt(s, device, world):
     gpu = device.type != "cpu"
     default = lambda value, other: other if value is None else value
     s.block_size = default(s.block_size, 512 if gpu else 128)
-    s.tokens_per_iter = default(s.tokens_per_iter, 65536 if gpu else 4096)
+    row_step = max(1, s.block_size * world * (s.batch_size or 1))
+    s.tokens_per_iter = default(s.tokens_per_iter, math.ceil((65536 if gpu else 4096) / row_step) * row_step)
     rows = s.tokens_per_iter // max(1, s.block_size * world)
     s.batch_size = default(s.batch_size, next((n for n in range(min(32, rows), 1, -1) if rows % n == 0), 1))
     s.max_iters = default(s.max_iters, 2000 if gpu else 1400)
@@ -158,36 +165,50 @@ def check(s, world):
         if not good:
             raise SystemExit(f"--{name} {getattr(s, name)}: {why}")
 
-    for name, choices in {"size": SIZES, "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"), "attention": ("auto", "sdpa")}.items():
+    for name, choices in {"size": SIZES, "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"),
+                          "attention": ("auto", "sdpa", "triton")}.items():
         need(getattr(s, name) in choices, name, f"give {', '.join(choices)}")
     for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
         need(getattr(s, name) >= 1, name, "at least 1")
     for name in ("warmup_iters", "decay_iters", "save_interval", "eval_tokens", "weight_decay", "grad_clip", "seed"):
-        need(0 <= getattr(s, name) < math.inf, name, "not below 0")
+        need(0 <= getattr(s, name) < 2**62, name, "not below 0, and not beyond 4e18")
     for name in ("learning_rate", "adam_eps"):
         need(0 < getattr(s, name) < math.inf, name, "give a number above 0")
     for name in ("dropout", "beta1", "beta2"):
         need(0 <= getattr(s, name) < 1, name, "give a number from 0 up to but not including 1")
+    need(not s.init_optimizer or s.init_from not in ("scratch", "resume"), "init_optimizer", "goes with --init_from PATH")
     need(0 < s.mask_ratio < 1, "mask_ratio", "give a share between 0 and 1")
+    need(round(s.mask_ratio * s.block_size) >= 1, "mask_ratio", f"chooses no token of a row of --block_size {s.block_size}")
     try:
         split = tuple(float(share) for share in s.mask_split.split(","))
     except ValueError:
         split = ()
-    need(len(split) == 3 and min(split) >= 0 and abs(sum(split) - 1) < 1e-6, "mask_split", "give three shares that add up to 1, as in 0.8,0.1,0.1")
-    need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters", f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
+    need(len(split) == 3 and min(split) >= 0 and abs(sum(split) - 1) < 1e-6, "mask_split",
+         "give three shares that add up to 1, as in 0.8,0.1,0.1")
+    need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters",
+         f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
     need(s.block_size <= Config.block_size, "block_size", f"the models read at most {Config.block_size:,} tokens")
     step = s.batch_size * s.block_size * world
     nearest = max(step, s.tokens_per_iter // step * step)
-    need(s.tokens_per_iter % step == 0, "tokens_per_iter", f"no multiple of {step} (batch_size {s.batch_size} x block_size {s.block_size} x {world} "
-         f"process{'es' * (world > 1)}); the nearest are {nearest} and {nearest + step}")
+    need(s.tokens_per_iter % step == 0, "tokens_per_iter",
+         f"no multiple of {step} (batch_size {s.batch_size} x block_size {s.block_size} x {world} process{'es' * (world > 1)}); "
+         f"the nearest are {nearest} and {nearest + step}")
     return split
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
 # machine
 
-PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
-              "L4": 121e12, "A10G": 70e12, "A10": 125e12, "RTX 3090": 71e12, "RTX 4090": 165e12, "RTX 5090": 210e12}  # dense bf16, from the data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12,
+              "L4": 121e12, "A10G": 70e12, "A10": 125e12, "3090": 71e12, "4090": 165e12, "5090": 210e12}  # dense bf16, data sheets
+
+
+def peak_flops(device, dtype):
+    """What the card could do at most, for MFU, or None where that is not known."""
+    words = re.split(r"[\s-]+", torch.cuda.get_device_name(device)) if device.type == "cuda" and dtype == torch.bfloat16 else []
+    if {"Laptop", "NVL", "PCIe"} & set(words):  # slower cards of the same name
+        return None
+    return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
 
 
 def pick_device(s):
@@ -223,6 +244,19 @@ def pick_compile(s, device):
     return able and device.type == "cuda" if s.compile is None else s.compile
 
 
+def pick_attention(s, device, dtype, config):
+    """(whether our kernel serves, what the plan says of it)."""
+    reason = "the package triton is not installed"
+    if s.attention == "sdpa" or s.attention == "auto" and device.type != "cuda":
+        return False, "attention by PyTorch"
+    if importlib.util.find_spec("triton"):
+        from kernels.attention import unsupported
+        reason = unsupported(device, dtype, config.head_dim)
+    if s.attention == "triton" and reason:
+        raise SystemExit(f"--attention triton: {reason}; leave --attention auto")
+    return not reason, f"attention by PyTorch ({reason})" if reason else "attention by our kernel"
+
+
 class Team:
     """The processes of this run, as torchrun made them; a single process needs no torchrun."""
 
@@ -241,10 +275,19 @@ class Team:
         return total.tolist()
 
     def share(self, make):
-        """What make() returns on the first process, on all of them."""
-        box = [make() if self.first else None]
+        """Runs make() on the first process. What it returns, all return; where it ends with an error, all end with it."""
+        box = [None, None]
+        if self.first:
+            try:
+                box[0] = make()
+            except SystemExit as end:
+                box[1] = end.code
+            except OSError as problem:
+                box[1] = f"{problem.filename}: {problem.strerror}"
         if self.world > 1:
             dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
+        if box[1] is not None:
+            raise SystemExit(box[1])
         return box[0]
 
 
@@ -254,11 +297,11 @@ class Team:
 
 def open_dataset(s, team):
     folder = dataset_folder(s.dataset)
-    if s.dataset == "docstrings" and not (folder / "train.bin").exists() and team.local_rank == 0:
+    if s.dataset == "docstrings" and not team.share((folder / "train.bin").exists):
         from data.docstrings.prepare import main as prepare
-        print(f"{folder} has no train.bin yet: making it from the documentation of this Python installation", flush=True)
-        prepare()
-    team.sum(0)  # the others wait
+        if team.first:
+            print(f"{folder} has no train.bin yet: making it from the documentation of this Python installation", flush=True)
+        team.share(prepare)
     train, val = TokenFile(folder / "train.bin"), TokenFile(folder / "val.bin")
     tokenizer = load_tokenizer(folder / "bpe.json") if (folder / "bpe.json").exists() else None
     if tokenizer is None or not tokenizer.hash == train.tokenizer_hash == val.tokenizer_hash:
@@ -294,12 +337,12 @@ def evaluate(model, head_weight, s, split, tokens, device, autocast, team, objec
         for batch in prefetch(lambda i: make_batch(tokens, rows[i], s.block_size, objective, s.mask_ratio, split, s.packing, seed=0).to(device), range(len(rows))):
             with torch.no_grad(), autocast():
                 hidden = model(batch.ids, batch.cu_seqlens, batch.max_seqlen, objective == "clm").flatten(0, 1)
-                part, hits = score(hidden if batch.positions is None else hidden[batch.positions], head_weight, batch.targets)
+                part, hits = score(hidden if batch.places is None else hidden[batch.places], head_weight, batch.targets)
             loss, right, count = loss + part.double() if device.type != "mps" else loss + part, right + hits, count + batch.n_targets
         loss, right, count = team.sum(float(loss), int(right), count)
-        results[f"val_loss_{objective}"] = loss / max(count, 1)
+        results[f"val_loss_{objective}"] = loss / count if count else math.nan
         if objective == "mlm":
-            results["val_accuracy_mlm"] = right / max(count, 1)
+            results["val_accuracy_mlm"] = right / count if count else math.nan
     return results
 
 
@@ -307,12 +350,12 @@ def evaluate(model, head_weight, s, split, tokens, device, autocast, team, objec
 # what a person sees
 
 
-def print_plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir):
+def print_plan(s, team, device, dtype, attention, compiled, train, val, config, phases, first_row, out_dir):
     blocks, embedding, head = count_parameters(config)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     micro = s.batch_size * s.block_size
     tokens = s.max_iters * s.tokens_per_iter
-    print(f"""device  {machine}, {team.world} process{'es' * (team.world > 1)}; {str(dtype)[6:]}; attention by PyTorch; {'torch.compile' if compiled else 'not compiled'}
+    print(f"""device  {machine}, {team.world} process{'es' * (team.world > 1)}; {str(dtype)[6:]}; {attention}; {'torch.compile' if compiled else 'not compiled'}
 model   {s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {f'{head / 1e6:.1f}M' if head else 'tied to it'}
 data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer})
 step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB a process
@@ -329,11 +372,13 @@ def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, w
     rng = np.random.default_rng(0)
     shown = 0
     for i in rng.permutation(max(0, len(ends) - 1)):
+        if shown == sentences:
+            break
         document = ids[ends[i] + 1:ends[i + 1]][:48]
         pieces = [tokenizer.decode([token]) for token in document]
         whole = [n for n, (piece, after) in enumerate(zip(pieces, pieces[1:] + [" "]))
                  if n and len(piece) > 4 and piece[0] == " " and piece[1:].isalpha() and not after[:1].isalpha()]
-        if len(document) < 16 or len(whole) < 2 * words or shown == sentences:
+        if len(document) < 16 or len(whole) < 2 * words:
             continue
         if shown == 0:
             print(f"held-out sentences; what the model puts at the numbered places, from {'the words before' if causal else 'the words on both sides'}:")
@@ -381,15 +426,33 @@ def plot(out_dir):
 
 def find_out_dir(s):
     """--out_dir; without it out/mlm, or out/mlm-2, ... where that is taken, and to resume the newest of these."""
-    folder = Path(s.out_dir or "out/" + "-".join(name for name, _, _ in phases_of(s.objective, 10**9)))
-    taken = lambda path: (path / "metrics.jsonl").exists() or any(path.glob("*.pt"))
+    folder = Path(s.out_dir or "out/" + "-".join(names_of(s.objective)))
+    taken = lambda path: any(path.glob("*.pt")) or locked(path / "metrics.jsonl")
     if s.out_dir is None:
-        folders = [folder] + [folder.with_name(f"{folder.name}-{n}") for n in range(2, 10_000)]
-        free = next(n for n, path in enumerate(folders) if not taken(path))
-        return folders[max(0, free - 1) if s.init_from == "resume" else free]
+        numbered = lambda n: folder if n == 1 else folder.with_name(f"{folder.name}-{n}")
+        newest = max((n for n in range(1, 1000) if taken(numbered(n))), default=0)
+        return numbered(max(1, newest) if s.init_from == "resume" else newest + 1)
     if s.init_from != "resume" and taken(folder):
-        raise SystemExit(f"--out_dir {folder}: holds a run already; go on with it by --init_from resume, take another folder, or delete it")
+        raise SystemExit(f"--out_dir {folder}: holds a run already; go on with it by --init_from resume, take another folder, "
+                         f"or delete it")
     return folder
+
+
+def lock(file):
+    """Whether this process now holds the file alone; it does so until it ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+
+
+def locked(path):
+    """Whether a run that is alive writes this log."""
+    if not path.exists():
+        return False
+    with open(path) as file:
+        return not lock(file)
 
 
 def starting_point(given, team):
@@ -398,42 +461,89 @@ def starting_point(given, team):
     out_dir = team.share(lambda: find_out_dir(s))
     if s.init_from == "scratch":
         return s, out_dir, None
+    whole = ("model", "config", "tokenizer", "settings", "data", "iter", "tokens", "first_row", "best", "optimizer")
     if s.init_from == "resume":
-        state = load_checkpoint(out_dir / "last.pt")
+        state = load_checkpoint(out_dir / "last.pt", whole)
         saved = state["settings"]
-        instead = f"to change it, start a new run from these weights with --init_from {out_dir / 'last.pt'}"
-        s = Settings(**{**saved, **given})
-        for name in given:
-            if given[name] != saved[name] and (name not in FREE_AT_RESUME or name == "max_iters" and len(phases_of(s.objective, 10**9)) > 1):
-                raise SystemExit(f"--{name} {given[name]}: the run in {out_dir} has {saved[name]}; {instead}")
+        s = Settings(**{**saved, **given, "init_optimizer": False})
+        fixed = given.keys() - FREE_AT_RESUME | ({"max_iters"} if len(names_of(s.objective)) > 1 else set())
+        for name in fixed & given.keys():
+            if given[name] != saved[name]:
+                raise SystemExit(f"--{name} {given[name]}: the run in {out_dir} has {saved[name]}; to change it, start a new run "
+                                 f"from these weights with --init_from {out_dir / 'last.pt'}")
         if s.max_iters < state["iter"]:
             raise SystemExit(f"--max_iters {s.max_iters}: the run in {out_dir} is at iteration {state['iter']} already")
         if "batch_size" not in given and s.tokens_per_iter % (s.batch_size * s.block_size * team.world):
             s.batch_size = None  # it was written by another number of processes
         return s, out_dir, state
-    state = load_checkpoint(s.init_from)
+    state = load_checkpoint(s.init_from, whole if s.init_optimizer else whole[:-1])
     s.size = given.get("size", state["settings"]["size"])
     s.tie_embeddings = given.get("tie_embeddings", state["config"]["tie_embeddings"])
     for name, value in {**SIZES.get(s.size, {}), "tie_embeddings": s.tie_embeddings}.items():
         if state["config"][name] != value:
-            raise SystemExit(f"--size {s.size} --tie_embeddings {s.tie_embeddings}: the weights of --init_from {s.init_from} have {name} {state['config'][name]}; leave these out")
+            raise SystemExit(f"--size {s.size} --tie_embeddings {s.tie_embeddings}: the weights of --init_from {s.init_from} have "
+                             f"{name} {state['config'][name]}; leave these out")
     return s, out_dir, state
 
 
-def open_log(out_dir, iteration):
-    """metrics.jsonl, without the lines that a resumed run is about to write again."""
-    path, kept = out_dir / "metrics.jsonl", []
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):  # cut off where the process was killed
-            entry = json.loads(line)
-            if entry["iter"] < iteration or entry["iter"] == iteration and "loss" in entry:
-                kept.append(line)
-    if len(kept) < len(lines):
-        print(f"{path}: {len(lines) - len(kept)} lines past iteration {iteration} are dropped, since that part runs again")
-        path.with_suffix(".tmp").write_text("".join(kept))
-        os.replace(path.with_suffix(".tmp"), path)
-    return open(path, "a", buffering=1)
+class Output:
+    """The folder of a run: metrics.jsonl and the checkpoints. Only the first process writes; an error there ends all."""
+
+    def __init__(self, folder, team):
+        self.folder, self.team, self.log = folder, team, None
+        self.path = folder / "metrics.jsonl"
+
+    def entries(self):
+        """The lines of the log as dicts; one that was cut off when the process was killed is left out."""
+        def read():
+            lines = []
+            for line in self.path.read_text().splitlines() if self.path.exists() else []:
+                with contextlib.suppress(json.JSONDecodeError):
+                    lines.append(json.loads(line))
+            return lines
+        return self.team.share(read)
+
+    def open(self, iteration, evaluates):
+        """Begins to write. Of a log that is there, the lines go that a resumed run writes again."""
+        lines = self.entries()
+        done = lambda line: line["iter"] < iteration or line["iter"] == iteration and ("loss" in line or not evaluates)
+        kept = [line for line in lines if done(line)]
+
+        def begin():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.log = open(self.path, "a", buffering=1)
+            if not lock(self.log):
+                raise SystemExit(f"--out_dir {self.folder}: another run is writing there; take another folder")
+            if len(kept) < len(lines):
+                print(f"{self.path}: {len(lines) - len(kept)} lines from iteration {iteration} on are dropped, since that part runs again")
+                self.log.truncate(0)
+                self.log.write("".join(json.dumps(line) + "\n" for line in kept))
+        self.team.share(begin)
+        return kept
+
+    def record(self, **entry):
+        if self.team.first:
+            try:
+                self.log.write(json.dumps(entry) + "\n")
+            except OSError as problem:
+                raise SystemExit(f"{self.path}: {problem.strerror}; {self.folder / 'last.pt'} is intact") from None
+
+    def save(self, make_state):
+        """Writes make_state() as last.pt."""
+        self.team.share(lambda: save_checkpoint(self.folder / "last.pt", make_state()))
+
+    def keep(self, name):
+        """Gives last.pt a second name, which stays when last.pt is replaced."""
+        def link():
+            part = self.folder / "kept.tmp"
+            part.unlink(missing_ok=True)
+            try:
+                os.link(self.folder / "last.pt", part)
+            except OSError:  # a file system without links
+                shutil.copyfile(self.folder / "last.pt", part)
+            os.replace(part, self.folder / name)
+            part.unlink(missing_ok=True)  # a rename onto a name of the same file leaves both
+        self.team.share(link)
 
 
 def main(argv):
@@ -445,24 +555,32 @@ def main(argv):
     adapt(s, device, team.world)
     split, phases = check(s, team.world), phases_of(s.objective, s.max_iters)
     dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
+    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     iteration = state["iter"] if resumed else 0
-    if iteration == s.max_iters:
+    output = Output(out_dir, team)
+    goal = f"val_loss_{phases[-1][0]}"  # best.pt is its minimum
+    if iteration == s.max_iters and any(goal in entry and entry["iter"] == iteration for entry in output.entries()):
         if team.first:
-            print(f"{out_dir}: finished, at iteration {iteration:,} of {s.max_iters:,}; no step to take. --init_from resume with a larger --max_iters goes on")
+            print(f"{out_dir}: finished, at iteration {iteration:,} of {s.max_iters:,}; no step to take. "
+                  f"--init_from resume with a larger --max_iters goes on")
         return
 
     # data
     train, val, tokenizer = open_dataset(s, team)
-    data = {"tokenizer_hash": train.tokenizer_hash, "n_tokens": train.n_tokens, "seed": s.seed, "block_size": s.block_size}
+    data = {"tokenizer_hash": train.tokenizer_hash, "digest": train.digest, "seed": s.seed, "block_size": s.block_size}
     first_row = 0
     if state:
         if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
-            raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint ({state['tokenizer']['name']}); prepare the text with "
-                             f"--tokenizer and the bpe.json of the checkpoint's data")
+            raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint "
+                             f"({state['tokenizer']['name']}); prepare the text with the bpe.json of the checkpoint's data")
         if resumed and state["data"] != data:
-            raise SystemExit(f"--dataset {s.dataset}: not what the run in {out_dir} began with: {train.n_tokens:,} tokens now, {state['data']['n_tokens']:,} then")
+            raise SystemExit(f"--dataset {s.dataset}: not the text that the run in {out_dir} began with")
         if state["data"] == data:  # the data goes on where it stood
-            first_row = state["first_row"] + (0 if resumed else state["iter"] * (state["settings"]["tokens_per_iter"] // s.block_size))
+            first_row = state["first_row"]
+            if not resumed:
+                first_row += state["iter"] * (state["settings"]["tokens_per_iter"] // s.block_size)
+        elif state["data"]["digest"] == data["digest"] and team.first:
+            print("the data begins anew, since --seed or --block_size is not that of the checkpoint")
 
     # model and optimizer
     torch.manual_seed(s.seed)
@@ -472,97 +590,94 @@ def main(argv):
         tied = {} if s.tie_embeddings is None else {"tie_embeddings": s.tie_embeddings}
         raw = Transformer(Config(vocab_size=train.vocab_size, dropout=s.dropout, **SIZES[s.size] | tied))
     config = raw.to(device).config
+    s.tie_embeddings = config.tie_embeddings
+    raw.kernel, attention = pick_attention(s, device, dtype, config)
     optimizer = torch.optim.AdamW(raw.parameters(), s.learning_rate, (s.beta1, s.beta2), s.adam_eps, s.weight_decay, fused=True)
-    if resumed or s.init_optimizer and state:
+    if resumed or s.init_optimizer:
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0].update(betas=(s.beta1, s.beta2), eps=s.adam_eps, weight_decay=s.weight_decay)
+    best, tokens_seen = (state["best"], state["tokens"]) if resumed else (math.inf, 0)
+    del state
     model = network = torch.compile(raw) if compiled else raw
     if team.world > 1:
-        model = torch.nn.parallel.DistributedDataParallel(network, [device] if device.type == "cuda" else None, gradient_as_bucket_view=True, broadcast_buffers=False)
-    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its successor is not in PyTorch 2.11
+        model = torch.nn.parallel.DistributedDataParallel(network, [device] if device.type == "cuda" else None,
+                                                          gradient_as_bucket_view=True, broadcast_buffers=False)
 
     # records
-    best, tokens_seen = (state["best"], state["tokens"]) if resumed else (math.inf, 0)
-    judge = f"val_loss_{phases[-1][0]}"  # best.pt is its minimum
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name(device)), None) if device.type == "cuda" and dtype == torch.bfloat16 else None
-    first_bad = torch.full((), -1, device=device)  # iteration whose gradient was not finite; read only where the device is waited for anyway
+    evaluates = lambda: iteration % s.eval_interval == 0 or iteration == s.max_iters
+    keeps = lambda: s.save_interval and iteration % s.save_interval == 0
     if team.first:
-        print_plan(s, team, device, dtype, compiled, train, val, config, phases, first_row, out_dir)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        log = open_log(out_dir, iteration)
+        print_plan(s, team, device, dtype, attention, compiled, train, val, config, phases, first_row, out_dir)
+    log = output.open(iteration, evaluates())
+    best = min([best] + [line[goal] for line in log if line.get(goal, math.inf) < math.inf])
+    peak = peak_flops(device, dtype)
+    bad_iteration = torch.full((), -1, device=device)  # whose gradient was not finite; read only where the device is waited for anyway
     bar = tqdm(total=s.max_iters, initial=iteration, unit="step", disable=not team.first, mininterval=0.5 if sys.stderr.isatty() else 30)
 
-    def record(**entry):
-        if team.first:
-            log.write(json.dumps(entry) + "\n")
-
     def stop_if_diverged():
-        if (at := int(first_bad)) >= 0:
-            raise SystemExit(f"diverged: the gradient of iteration {at} is not finite; what is saved in {out_dir} is from before it. Lower --learning_rate {s.learning_rate:g}")
+        if (at := int(bad_iteration)) >= 0:
+            raise SystemExit(f"diverged: the gradient of iteration {at} is not finite; what is saved in {out_dir} is from before it. "
+                             f"Lower --learning_rate {s.learning_rate:g}")
 
     def save():
         stop_if_diverged()
-        if team.first:
-            save_checkpoint(out_dir / "last.pt", {
-                "model": raw.state_dict(), "config": dataclasses.asdict(config), "optimizer": optimizer.state_dict(), "settings": dataclasses.asdict(s),
-                "tokenizer": tokenizer.to_dict(), "data": data, "first_row": first_row, "iter": iteration, "tokens": tokens_seen, "best": best})
-
-    def keep(name):
-        """last.pt under a second name, which stays when last.pt is replaced."""
-        if team.first:
-            part = out_dir / f"{name}.tmp"
-            part.unlink(missing_ok=True)
-            try:
-                os.link(out_dir / "last.pt", part)
-            except OSError:  # a file system without links
-                shutil.copyfile(out_dir / "last.pt", part)
-            os.replace(part, out_dir / name)
+        output.save(lambda: {
+            "model": raw.state_dict(), "config": dataclasses.asdict(config), "optimizer": optimizer.state_dict(),
+            "settings": dataclasses.asdict(s), "tokenizer": tokenizer.to_dict(), "data": data, "first_row": first_row,
+            "iter": iteration, "tokens": tokens_seen, "best": best})
 
     signals = []
+
+    def on_signal(number, _):  # the first one asks, a second one ends
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: signals.append(number))
+        signal.signal(number, on_signal)
 
     # the loop
     stream = training_batches(s, split, train, device, team, phases, iteration, first_row)
     begun, clock, timed_tokens = iteration, time.perf_counter(), 0
     while True:
-        to_keep = s.save_interval and iteration % s.save_interval == 0
-        to_evaluate = iteration % s.eval_interval == 0 or iteration == s.max_iters
-        if (to_keep or to_evaluate) and (iteration > begun or not resumed):
+        if (keeps() or evaluates()) and (iteration > begun or not resumed):
             save()  # before the evaluation: whatever happens there, the work is kept
-        if to_keep:
-            keep(f"step_{iteration}.pt")
-        if to_evaluate:
+        if keeps():
+            output.keep(f"step_{iteration}.pt")
+        if evaluates():
             raw.eval()
-            results = evaluate(network, raw.head_weight, s, split, val, device, autocast, team, [name for name, _, _ in phases])
+            results = evaluate(network, raw.head_weight, s, split, val, device, autocast, team, names_of(s.objective))
             raw.train()
-            record(iter=iteration, **results)
+            if results[goal] < best:  # never true of a NaN
+                best = results[goal]
+                output.keep("best.pt")
+            output.record(iter=iteration, **results)
             if team.first:
-                tqdm.write(f"iter {iteration:6,} | " + " | ".join(f"{name} {value:.1%}" if "accuracy" in name else f"{name} {value:.4f}" for name, value in results.items()))
-            if results[judge] < best:  # never true of a NaN
-                best = results[judge]
-                keep("best.pt")
+                shown = (f"{name} {value:.1%}" if "accuracy" in name else f"{name} {value:.4f}" for name, value in results.items())
+                tqdm.write(f"iter {iteration:6,} | {' | '.join(shown)}")
             clock, timed_tokens = time.perf_counter(), 0
         if iteration == s.max_iters:
             break
 
         batches = next(stream)
-        n_targets, n_tokens, n_pairs, stop = team.sum(sum(b.n_targets for b in batches), sum(b.n_tokens for b in batches), sum(b.n_pairs for b in batches), len(signals))
+        count = lambda name: sum(getattr(b, name) for b in batches)
+        n_targets, n_tokens, n_pairs, stop = team.sum(count("n_targets"), count("n_tokens"), count("n_pairs"), len(signals))
         if stop:
             break
-        if s.dropout:
-            torch.manual_seed(int(stream_key(s.seed, iteration, team.rank)[0] >> 1))  # the same units after a resume, others on each process
+        if s.dropout:  # the same units after a resume, others on each process
+            torch.manual_seed(int(stream_key(s.seed, iteration, team.rank)[0] >> 1))
         causal = objective_at(iteration, phases) == "clm"
         rate = optimizer.param_groups[0]["lr"] = learning_rate_at(iteration, s)
         loss_sum = torch.zeros((), device=device)
         for b in batches:
             with contextlib.nullcontext() if b is batches[-1] or team.world == 1 else model.no_sync():
                 with autocast():
-                    loss = model(b.ids, b.cu_seqlens, b.max_seqlen, causal, b.positions, b.targets)
-                (loss * (team.world / max(n_targets, 1))).backward()  # DDP takes the mean over processes: together the mean over all targets
+                    loss = model(b.ids, b.cu_seqlens, b.max_seqlen, causal, b.places, b.targets)
+                # DDP takes the mean over processes: together the mean over all targets
+                (loss * (team.world / max(n_targets, 1))).backward()
             loss_sum += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip or math.inf)
-        first_bad = torch.where((first_bad < 0) & ~norm.isfinite(), iteration + 1, first_bad)
+        bad_iteration = torch.where((bad_iteration < 0) & ~norm.isfinite(), iteration + 1, bad_iteration)
         optimizer.step()
         optimizer.zero_grad()
         iteration += 1
@@ -572,9 +687,10 @@ def main(argv):
             stop_if_diverged()
             loss = team.sum(float(loss_sum))[0] / max(n_targets, 1)
             speed = timed_tokens / (time.perf_counter() - clock)
-            use = flops_per_token(config, n_pairs / n_tokens / (1 + causal), n_targets / n_tokens) * speed / peak / team.world if peak else None
-            record(iter=iteration, loss=loss, lr=rate, grad_norm=float(norm), tokens=tokens_seen, tokens_per_s=round(speed), mfu=use)
-            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s, MFU {f'{use:.1%}' if peak else 'n/a'}", refresh=False)
+            work = flops_per_token(config, n_pairs / n_tokens / (1 + causal), n_targets / n_tokens)
+            mfu = work * speed / peak / team.world if peak else None
+            output.record(iter=iteration, loss=loss, lr=rate, grad_norm=float(norm), tokens=tokens_seen, tokens_per_s=round(speed), mfu=mfu)
+            bar.set_postfix_str(f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} tokens/s, MFU {f'{mfu:.1%}' if peak else 'n/a'}", refresh=False)
             clock, timed_tokens = time.perf_counter(), 0
         bar.update(1)
 
@@ -582,17 +698,14 @@ def main(argv):
     stream.close()
     if iteration < s.max_iters:
         save()
-    if team.first:
-        log.close()
-        if iteration < s.max_iters:
-            print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. To go on: the same command with --init_from resume --out_dir {out_dir}")
-        else:
-            raw.eval()
-            show_guesses(raw, tokenizer, val, phases[-1][0] == "clm", device, autocast)
-            plot(out_dir)
-            print(f"weights: {out_dir / 'last.pt'} (iteration {iteration:,}), {out_dir / 'best.pt'} ({judge} {best:.4f})")
-    if team.world > 1:
-        dist.destroy_process_group()
+        if team.first:
+            print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. "
+                  f"To go on: the same command with --init_from resume --out_dir {out_dir}")
+    elif team.first:
+        raw.eval()
+        show_guesses(raw, tokenizer, val, phases[-1][0] == "clm", device, autocast)
+        print(f"weights: {out_dir / 'last.pt'} (iteration {iteration:,}), {out_dir / 'best.pt'} ({goal} {best:.4f})")
+        plot(out_dir)
 
 
 if __name__ == "__main__":
@@ -604,3 +717,7 @@ if __name__ == "__main__":
                 print(f"error: {end.code}", file=sys.stderr)
             end.code = 1
         raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            gc.collect()  # frees DDP's cycles, and with them gloo's threads, which must not outlive the interpreter

@@ -56,7 +56,7 @@ def ours(objective, vocab_size, args, **shape):
     torch.manual_seed(0)
     network = Transformer(Config(vocab_size=vocab_size, **SHAPE | shape))
     batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, objective, 0.4)
-    loss_of = lambda: network(batch.ids, causal=objective == "clm", positions=batch.positions, targets=batch.targets) / batch.n_targets
+    loss_of = lambda: network(batch.ids, causal=objective == "clm", places=batch.places, targets=batch.targets) / batch.n_targets
     return whole_step(network, loss_of, args)
 
 
@@ -71,7 +71,7 @@ def full_logits(vocab_size, args):
 def ids_and_labels(args):
     batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, "mlm", 0.4)
     labels = torch.full((args.rows * args.block_size,), -100)
-    labels[batch.positions[:batch.n_targets]] = batch.targets[:batch.n_targets]
+    labels[batch.places[:batch.n_targets]] = batch.targets[:batch.n_targets]
     return batch.ids, labels.view(args.rows, -1)
 
 

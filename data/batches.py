@@ -22,9 +22,10 @@ MIN_CHUNK = 12    # shortest chunk of --packing random (arXiv 2507.00994's train
 class Batch:
     """One micro-batch of B rows of T tokens. Attention never leaves a document, and no document leaves its row."""
     ids: torch.Tensor          # (B, T) int64, <|mask|> already in place
-    cu_seqlens: torch.Tensor   # (documents + 1,) int32: document i is ids.view(-1)[cu[i]:cu[i+1]]; the end is repeated to keep the shape static
+    cu_seqlens: torch.Tensor | None  # (documents + 1,) int32: document i is ids.view(-1)[cu[i]:cu[i+1]], the end repeated to keep the shape static;
+                               # None: each row is one document
     max_seqlen: int            # T, an upper bound for the length of a document
-    positions: torch.Tensor | None  # (N,) int64 places in ids.view(-1) that are scored; None: all of them
+    places: torch.Tensor | None  # (N,) int64 places in ids.view(-1) that are scored; None: all of them
     targets: torch.Tensor      # (N,) int64 ids to predict there, or IGNORE
     n_targets: int             # how many of them count
     n_tokens: int              # tokens of text in ids: all but padding
@@ -73,8 +74,8 @@ def permute(index, n, key):
     walk = np.ones(x.shape, bool)
     while walk.any():
         left, right = x[walk] >> half, x[walk] & low
-        for key in rounds:
-            left, right = right, left ^ mix(right + key) & low
+        for salt in rounds:
+            left, right = right, left ^ mix(right + salt) & low
         x[walk] = left << half | right
         walk &= x >= n
     return x.astype(np.int64)
@@ -143,20 +144,22 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
         starts[:, T] = True
     cu_seqlens = np.flatnonzero(starts[:, :T])
     n_pairs = int((np.diff(cu_seqlens, append=B * T) ** 2).sum())
-    room = 1 << int(len(cu_seqlens)).bit_length()  # few different shapes, for torch.compile
-    cu_seqlens = np.concatenate([cu_seqlens, np.full(room + 1 - len(cu_seqlens), B * T)]).astype(np.int32)
+    # The length of cu_seqlens is part of a compiled graph: room for twice the documents that B rows hold on average, so that it hardly ever changes.
+    usual = 2 * B * (2 + T * tokens.n_documents // tokens.n_tokens) if packing == "documents" else 3 * B
+    room = usual if len(cu_seqlens) <= usual else 1 << len(cu_seqlens).bit_length()
+    bounds = np.concatenate([cu_seqlens, np.full(room + 1 - len(cu_seqlens), B * T)]).astype(np.int32) if len(cu_seqlens) > B else None
 
     if objective == "clm":
-        positions = None
+        places = None
         targets = np.where(starts[:, 1:] | (ids == tokens.pad), IGNORE, next_ids).reshape(-1)
         n_targets = int((targets != IGNORE).sum())
     else:
         chosen = choose(ids, tokens.n_ordinary, mask_ratio, key)
         where = np.flatnonzero(chosen)
         n_targets = len(where)
-        positions, targets = np.zeros((2, B * round(mask_ratio * T)), np.int64)
+        places, targets = np.zeros((2, B * round(mask_ratio * T)), np.int64)
         targets[n_targets:] = IGNORE  # rows with special tokens have fewer targets; their places are kept, so that shapes are static
-        positions[:n_targets] = where
+        places[:n_targets] = where
         flat = ids.reshape(-1).copy()
         targets[:n_targets] = flat[where]
         as_mask, as_random, _ = mask_split
@@ -171,7 +174,7 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
         ids = flat.reshape(B, T)
     n_tokens = int((read[:, :-1] != tokens.pad).sum())
     wrap = torch.from_numpy
-    return Batch(wrap(np.ascontiguousarray(ids)), wrap(cu_seqlens), T, positions if positions is None else wrap(positions), wrap(targets),
+    return Batch(wrap(np.ascontiguousarray(ids)), bounds if bounds is None else wrap(bounds), T, places if places is None else wrap(places), wrap(targets),
                  n_targets, n_tokens, n_pairs)
 
 
@@ -179,21 +182,22 @@ def prefetch(make, steps, depth=2):
     """make(step) for each step of `steps`, run ahead in a thread by at most `depth`; an error in it is raised here."""
     ready, stop = queue.Queue(depth), threading.Event()
 
-    def work():
-        for step in steps:
+    def put(item):
+        while not stop.is_set():
             try:
-                item = (make(step), None)
-            except BaseException as problem:
-                item = (None, problem)
-            while not stop.is_set():
-                try:
-                    ready.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if stop.is_set() or item[1] is not None:
-                return
-        ready.put(None)
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def work():
+        try:
+            for step in steps:
+                put((make(step), None))
+                if stop.is_set():
+                    return
+            put(None)
+        except BaseException as problem:
+            put((None, problem))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -204,3 +208,4 @@ def prefetch(make, steps, depth=2):
             yield item[0]
     finally:
         stop.set()
+        thread.join()  # a thread that PyTorch's code runs in must not outlive the interpreter

@@ -21,7 +21,7 @@ DATA = Path(__file__).parent
 
 def dataset_folder(dataset):
     """--dataset: the name of a folder under data/, or the path of any folder."""
-    return Path(dataset) if Path(dataset).is_dir() and os.sep in dataset else DATA / dataset
+    return DATA / dataset if "/" not in dataset and ((DATA / dataset).exists() or not Path(dataset).exists()) else Path(dataset)
 
 
 def cores():
@@ -79,51 +79,55 @@ def write_dataset(folder, tokenizer, documents, total, workers=None):
     finally:
         for file in out.values():
             file.discard()
+        if not (folder / "train.bin").exists():
+            for name in ("val.bin", "bpe.json"):
+                (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
     return out
 
 
-def read_documents(path, position):
-    """Documents of a .txt file (one, or pieces of about PIECE characters cut at blank lines) or a .jsonl file (field `text`), either
-    of them compressed (.gz, .bz2, .xz; .zst from Python 3.14 on). position[0] follows the bytes read of the file as stored."""
+def read_documents(path):
+    """(document, bytes of the file read so far) of a .txt file (one, or pieces of about PIECE characters cut at blank lines) or a .jsonl file (its
+    field `text`), either of them compressed (.gz, .bz2, .xz; .zst from Python 3.14 on)."""
     path = Path(path)
     kind, packing = path.suffix, None
     if kind in (".gz", ".bz2", ".xz", ".zst"):
         kind, packing = Path(path.stem).suffix, kind
     if kind not in (".txt", ".jsonl"):
         raise SystemExit(f"{path}: neither .txt nor .jsonl (possibly .gz, .bz2, .xz or .zst); rename or convert it")
+    openers = {None: lambda raw: raw, ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     if packing == ".zst":
         try:
             from compression import zstd
         except ImportError:
-            raise SystemExit(f"{path}: Python {sys.version_info.major}.{sys.version_info.minor} reads no zst (3.14 does); unpack it with zstd -d") from None
-    start, line_number = position[0], 0
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            raise SystemExit(f"{path}: Python {version} reads no zst (3.14 does); unpack it with zstd -d") from None
+        openers[".zst"] = zstd.open
+    n_lines = 0
     try:
         with open(path, "rb") as raw:
-            unpacked = raw if packing is None else {".gz": gzip, ".bz2": bz2, ".xz": lzma}[packing].open(raw) if packing != ".zst" else zstd.open(raw)
-            text = io.TextIOWrapper(unpacked, encoding="utf-8-sig")
+            text = io.TextIOWrapper(openers[packing](raw), encoding="utf-8-sig")
             lines, size = [], 0
             while line := text.readline(-1 if kind == ".jsonl" else 4 * PIECE):
-                line_number += 1
-                position[0] = start + raw.tell()
-                if kind == ".jsonl":
-                    if line.isspace():
-                        continue
-                    document = json.loads(line)["text"]
-                    if not isinstance(document, str):
-                        raise TypeError
-                    yield document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
-                else:
+                n_lines += 1
+                if kind == ".txt":
                     lines.append(line)
                     size += len(line)
                     if size >= PIECE and line.isspace() or size >= 4 * PIECE:
-                        yield "".join(lines)
+                        yield "".join(lines), raw.tell()
                         lines, size = [], 0
+                elif not line.isspace():
+                    try:
+                        document = json.loads(line)["text"]
+                        document = document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
+                    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                        raise SystemExit(f'{path}, line {n_lines:,}: not a JSON object with a string "text"; mend or remove the line') from None
+                    yield document, raw.tell()
             if lines:
-                yield "".join(lines)
+                yield "".join(lines), raw.tell()
     except UnicodeDecodeError as problem:
-        raise SystemExit(f"{path}: not UTF-8 after line {line_number:,} (byte 0x{problem.object[problem.start]:02x}); convert it, e.g. with iconv -t utf-8") from None
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise SystemExit(f'{path}, line {line_number:,}: not a JSON object with a string "text"; mend or remove the line') from None
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, OSError) as problem:
-        raise SystemExit(f"{path}: cannot be read to its end ({problem}); fetch it again") from None
-    position[0] = start + path.stat().st_size
+        byte = problem.object[problem.start]
+        raise SystemExit(f"{path}: not UTF-8 after line {n_lines:,} (byte 0x{byte:02x}); convert it, e.g. with iconv -t utf-8") from None
+    except Exception as problem:  # each format has errors of its own for a file that is cut off or damaged
+        raise SystemExit(f"{path}: cannot be read to its end ({type(problem).__name__}: {problem}); fetch it again") from None

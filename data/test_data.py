@@ -73,9 +73,9 @@ def test_a_row_does_not_depend_on_its_batch(tokens):
                 assert torch.equal(alone.ids[0], together.ids[i])
                 place = slice(0, alone.n_targets) if objective == "mlm" else slice(None)
                 if objective == "mlm":
-                    mine = together.positions // 64 == i
+                    mine = together.places // 64 == i
                     mine[together.n_targets:] = False
-                    assert torch.equal(together.positions[mine] - 64 * i, alone.positions[place])
+                    assert torch.equal(together.places[mine] - 64 * i, alone.places[place])
                     assert torch.equal(together.targets[mine], alone.targets[place])
                 else:
                     assert torch.equal(together.targets.view(12, 64)[i], alone.targets)
@@ -88,7 +88,7 @@ def test_seed_and_epoch_change_order_and_masks(tokens):
     masks = []
     for batch in (first, second):  # the mask of each window, windows in one order
         plain = batch.ids.view(-1).clone()
-        plain[batch.positions[:batch.n_targets]] = batch.targets[:batch.n_targets]
+        plain[batch.places[:batch.n_targets]] = batch.targets[:batch.n_targets]
         masks.append({tuple(row.tolist()): tuple((row != seen).tolist()) for row, seen in zip(plain.view(-1, 64), batch.ids)})
     assert masks[0].keys() == masks[1].keys()
     assert sum(masks[0][key] != masks[1][key] for key in masks[0]) > 0.9 * n
@@ -103,7 +103,7 @@ def test_mask_counts_are_exact_and_specials_are_never_chosen(tokens, ratio):
     plain = make_batch(tokens, np.arange(n), 64, "clm").ids
     batch = make_batch(tokens, np.arange(n), 64, "mlm", ratio)
     chosen = torch.zeros(n * 64, dtype=torch.bool)
-    chosen[batch.positions[:batch.n_targets]] = True
+    chosen[batch.places[:batch.n_targets]] = True
     assert chosen.sum() == batch.n_targets
     for row, picked in zip(plain, chosen.view(n, 64)):
         ordinary = row < tokens.n_ordinary
@@ -120,7 +120,7 @@ def test_every_ordinary_place_is_chosen_equally_often(tokens):
     counts = np.zeros((n, 64))
     for epoch in range(200):
         batch = make_batch(tokens, epoch * n + np.arange(4), 64, "mlm", 0.4)
-        np.add.at(counts.reshape(-1), batch.positions[:batch.n_targets].numpy(), 1)
+        np.add.at(counts.reshape(-1), batch.places[:batch.n_targets].numpy(), 1)
     share = counts[:4].sum() / (200 * 4 * 64)
     assert 0.36 < share < 0.41
     assert np.abs(counts[:4].sum(0) / 800 - share).max() < 0.08  # no place of the row is preferred
@@ -130,7 +130,7 @@ def test_mask_split(tmp_path):
     tokenizer = byte_tokenizer()
     tokens = token_file(tmp_path / "t.bin", [60] * 2000)
     batch = make_batch(tokens, np.arange(1800), 64, "mlm", 0.4, (0.8, 0.1, 0.1))
-    seen, was = batch.ids.view(-1)[batch.positions[:batch.n_targets]], batch.targets[:batch.n_targets]
+    seen, was = batch.ids.view(-1)[batch.places[:batch.n_targets]], batch.targets[:batch.n_targets]
     assert abs((seen == tokens.mask).double().mean() - 0.8) < 0.01
     assert abs((seen == was).double().mean() - 0.1) < 0.01
     drawn = seen[(seen != tokens.mask) & (seen != was)]
@@ -160,7 +160,8 @@ def test_documents_are_what_lies_between_two_eos(tokens):
 
 def test_random_packing_cuts_as_the_paper_does(tmp_path):
     tokens = token_file(tmp_path / "t.bin", [31] * 400)  # a whole number of windows: no padding
-    lengths = np.concatenate([np.diff(make_batch(tokens, [row], 64, "clm", packing="random").cu_seqlens.numpy()) for row in range(4000)])
+    pieces = [make_batch(tokens, [row], 64, "clm", packing="random").cu_seqlens for row in range(4000)]
+    lengths = np.concatenate([[64] if cu is None else np.diff(cu.numpy()) for cu in pieces])  # None: the row is one piece
     lengths = lengths[lengths > 0]
     assert lengths.min() == MIN_CHUNK and set(lengths) <= {*range(MIN_CHUNK, 64 - MIN_CHUNK + 1), 64}
     share = np.bincount(lengths, minlength=65)[MIN_CHUNK:64 - MIN_CHUNK + 1] / len(lengths)
@@ -311,22 +312,22 @@ def test_long_text_files_are_cut_at_blank_lines_and_compressed_ones_read(tmp_pat
         file.write(text)
     (tmp_path / "line.txt").write_text("x" * 300_000)
     for name, whole in (("book.txt", text), ("book.txt.gz", text), ("line.txt", "x" * 300_000)):
-        position = [0]
-        pieces = list(prepare.read_documents(tmp_path / name, position))
-        assert "".join(pieces) == whole and len(pieces) > 4
-        assert max(map(len, pieces)) <= 5 * prepare.PIECE and position[0] == (tmp_path / name).stat().st_size
-    assert all(piece.strip() in text and piece.endswith("\n\n") for piece in list(prepare.read_documents(tmp_path / "book.txt", [0]))[:-1])
+        pieces, positions = zip(*prepare.read_documents(tmp_path / name))
+        assert "".join(pieces) == whole and len(pieces) > 4 and max(map(len, pieces)) <= 5 * prepare.PIECE
+        assert list(positions) == sorted(positions) and positions[-1] == (tmp_path / name).stat().st_size
+    assert all(piece.endswith("\n\n") for piece, _ in list(prepare.read_documents(tmp_path / "book.txt"))[:-1])
 
 
 @pytest.mark.parametrize("content, name, message", [
     (b'{"text": "a"}\n{"text": 3}\n', "a.jsonl", "line 2: not a JSON object with a string"), (b'{"text": "a"}\nnonsense\n', "a.jsonl", "line 2"),
     (b'{"body": "a"}\n', "a.jsonl", "line 1"), (b"caf\xe9\n", "a.txt", "not UTF-8"), (b"x", "a.csv", "neither .txt nor .jsonl"),
-    (gzip.compress(b"hello " * 1000)[:-20], "a.txt.gz", "cannot be read to its end"), (b"only one", "a.txt", "no document fell to"), (b"", "a.txt", "no document fell to")])
+    (b'{"text": ' + b"[" * 100_000, "a.jsonl", "line 1"), (b'{"text": ' + b"1" * 5000 + b"}", "a.jsonl", "line 1"),
+    (gzip.compress(b"hello " * 1000)[:-20], "a.txt.gz", "cannot be read to its end"), (b"\x1f\x8b" + bytes(range(200)), "a.txt.gz", "cannot be read to its end"), (b"only one", "a.txt", "no document fell to"), (b"", "a.txt", "no document fell to")])
 def test_bad_text_is_one_line_and_leaves_nothing_behind(tmp_path, monkeypatch, content, name, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit, match=message):
         run_prepare(monkeypatch, tmp_path, tmp_path / name, "--name", "x", "--tokenizer", "train:300")
-    assert not list(tmp_path.glob("x/*"))
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_dataset_is_never_overwritten(tmp_path, monkeypatch):
@@ -339,8 +340,8 @@ def test_a_dataset_is_never_overwritten(tmp_path, monkeypatch):
 def test_lone_surrogates_and_crlf(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
-    assert list(prepare.read_documents(tmp_path / "a.jsonl", [0])) == ["a\ufffdb"]
-    assert list(prepare.read_documents(tmp_path / "a.txt", [0])) == ["one\ntwo"]
+    assert [text for text, _ in prepare.read_documents(tmp_path / "a.jsonl")] == ["a\ufffdb"]
+    assert [text for text, _ in prepare.read_documents(tmp_path / "a.txt")] == ["one\ntwo"]
 
 
 def test_the_command_runs_from_anywhere(tmp_path):

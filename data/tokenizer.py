@@ -97,9 +97,9 @@ def load_tokenizer(spec):
         if len(ranks) not in PATTERNS:
             print(f"{path}: {len(ranks):,} ranks of no known vocabulary, so text is split by GPT-4's pattern")
         return Tokenizer(path.stem, PATTERNS.get(len(ranks), GPT4_PATTERN), ranks)
-    if spec not in tiktoken.list_encoding_names():
-        known = ", ".join(tiktoken.list_encoding_names())
-        raise SystemExit(f"--tokenizer {spec}: no such file and no published encoding; give a path, train:SIZE, or one of {known}")
+    known = [name for name in tiktoken.list_encoding_names() if not name.startswith("p50k")]  # p50k's ids have a gap
+    if spec not in known:
+        raise SystemExit(f"--tokenizer {spec}: no such file and no published encoding; give a path, train:SIZE, or one of {', '.join(known)}")
     for name in PUBLISHED.get(spec, (spec,)):
         try:
             published = tiktoken.get_encoding(name)

@@ -4,7 +4,7 @@ The token file: a corpus as one flat array of ids that is memory-mapped, never l
     bytes 0 ... 1023   one line of JSON, padded with spaces (`head -c 1024 train.bin` shows it)
     bytes 1024 ...     the ids, little-endian uint16 or uint32 by the size of the vocabulary, one <|eos|> after each document
 """
-import json, os
+import hashlib, json, os
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ class TokenWriter:
         self.path, self.tokenizer = Path(path), tokenizer
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         self.n_tokens = self.n_documents = 0
+        self.digest = hashlib.blake2b(digest_size=8)
         self.part = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         self.file = open(self.part, "wb")
         self.file.write(b" " * HEADER_BYTES)
@@ -30,13 +31,16 @@ class TokenWriter:
         if documents:
             eos = np.array([self.tokenizer.eos], np.uint32)
             ids = np.concatenate([part for ids in documents for part in (ids, eos)])
-            self.file.write(ids.astype(self.dtype).tobytes())
+            data = ids.astype(self.dtype).tobytes()
+            self.file.write(data)
+            self.digest.update(data)
             self.n_tokens += len(ids)
             self.n_documents += len(documents)
 
     def close(self):
         tokenizer = self.tokenizer
         about = {"format": FORMAT, "dtype": self.dtype.name, "n_tokens": self.n_tokens, "n_documents": self.n_documents,
+                 "digest": self.digest.hexdigest(),
                  "tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size,
                  "n_ordinary": tokenizer.n_ordinary, "eos": tokenizer.eos, "pad": tokenizer.pad, "mask": tokenizer.mask}
         self.file.seek(0)
@@ -67,6 +71,7 @@ class TokenFile:
             if about["format"] != FORMAT:
                 raise ValueError
             self.n_tokens, self.n_documents = int(about["n_tokens"]), int(about["n_documents"])
+            self.digest = about["digest"]  # of the ids: the same text by the same tokenizer, or not
             self.tokenizer, self.tokenizer_hash = about["tokenizer"], about["tokenizer_hash"]
             self.vocab_size, self.n_ordinary = int(about["vocab_size"]), int(about["n_ordinary"])
             self.eos, self.pad, self.mask = int(about["eos"]), int(about["pad"]), int(about["mask"])

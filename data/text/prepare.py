@@ -20,7 +20,7 @@ VALIDATION = 500_000  # bytes of text that validation should have: its default s
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Your own text as a dataset for train.py --dataset NAME")
+    parser = argparse.ArgumentParser(description="Your own text as a dataset for train.py --dataset NAME", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl, possibly .gz, .bz2, .xz or .zst")
     parser.add_argument("--name", required=True, help="the dataset's folder under data/")
     parser.add_argument("--tokenizer", default="train:8192", help="gpt2 or another published encoding, train:SIZE, or the path of a tiktoken rank file or bpe.json")
@@ -43,13 +43,14 @@ def main():
 
     def documents():
         nonlocal empty
-        position, empty = [0], 0
+        before, empty = 0, 0
         for file in files:
-            for text in read_documents(file, position):
+            for text, position in read_documents(file):
                 if text.isspace() or not text:
                     empty += 1
                 else:
-                    yield "val" if fraction(text) < share else "train", text, position[0]
+                    yield "val" if fraction(text) < share else "train", text, before + position
+            before += file.stat().st_size
 
     def sample():
         drawn = SAMPLE / max(total, 1)
