@@ -322,8 +322,9 @@ def test_wsd_schedule(warmup, decay):
     rates = [train.learning_rate_at(i, s) for i in range(12)]
     wanted = [min((i + 1) / warmup if warmup else 1, (12 - i) / decay if decay else 1, 1) for i in range(12)]
     assert rates == pytest.approx(wanted) and all(0 < rate <= 1 for rate in rates)
-    if warmup == decay == 5:
-        assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    literal = {(0, 0): [1] * 12, (5, 0): [0.2, 0.4, 0.6, 0.8] + [1] * 8, (0, 5): [1] * 8 + [0.8, 0.6, 0.4, 0.2],
+               (5, 5): [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]}
+    assert rates == pytest.approx(literal.get((warmup, decay), rates))
 
 
 def test_phases():
@@ -486,16 +487,17 @@ def test_resume_under_another_number_of_processes(dataset, tmp_path):
         assert metrics(tmp_path / "two", key) == pytest.approx({i: whole[i] for i in (4, 5, 6, 7, 8)}, rel=1e-4)
 
 
-def test_steps_are_adamw_with_clipping_and_weight_decay(dataset, tmp_path):
-    """Three steps of the real loop against the formulas (Loshchilov and Hutter, arXiv 1711.05101), decay on every parameter."""
-    here(dataset, tmp_path / "x", max_iters=3, save_interval=1, warmup_iters=2, decay_iters=0, learning_rate=0.01, grad_clip=0.5)
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+def test_steps_are_adamw_with_clipping_and_weight_decay(dataset, tmp_path, objective):
+    """Three steps of the real loop, under the mask of its objective, against the formulas (Loshchilov and Hutter, arXiv 1711.05101)."""
+    here(dataset, tmp_path / "x", objective=objective, max_iters=3, save_interval=1, warmup_iters=2, decay_iters=0, learning_rate=0.01, grad_clip=0.5)
     tokens = TokenFile(dataset / "train.bin")
     network = model_file.from_checkpoint(load_checkpoint(tmp_path / "x/step_0.pt"))
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in network.named_parameters()}
     for step in (1, 2, 3):
-        batch = make_batch(tokens, np.arange(8) + 8 * (step - 1), 64, "mlm", 0.4, seed=1337)
+        batch = make_batch(tokens, np.arange(8) + 8 * (step - 1), 64, objective, 0.4, seed=1337)
         network.zero_grad()
-        (network(batch.ids, batch.cu_seqlens, 64, False, batch.places, batch.targets) / batch.n_targets).backward()
+        (network(batch.ids, batch.cu_seqlens, 64, objective == "clm", batch.places, batch.targets) / batch.n_targets).backward()
         norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
         assert metrics(tmp_path / "x", "grad_norm")[step] == pytest.approx(norm.item(), rel=1e-4) and norm > 0.5
         rate = 0.01 * min(1, step / 2)
@@ -597,6 +599,19 @@ def test_what_is_there_is_kept(dataset, tmp_path, monkeypatch, capsys):
     assert [load_checkpoint(f"out/{name}/last.pt")["iter"] for name in ("mlm", "mlm-2")] == [1, 2]
 
 
+def test_two_runs_that_start_together_get_folders_of_their_own(dataset, tmp_path, monkeypatch, capsys):
+    """A run that has saved nothing yet holds its folder by the lock on its log."""
+    monkeypatch.chdir(tmp_path)
+    Path("out/mlm").mkdir(parents=True)
+    with open("out/mlm/metrics.jsonl", "a") as log:
+        assert train.lock(log)
+        here(dataset, None, max_iters=1)
+        assert [path.parent.name for path in Path("out").glob("*/last.pt")] == ["mlm-2"]
+        with pytest.raises(SystemExit, match="holds a run already"):
+            here(dataset, "out/mlm", max_iters=1)
+    here(dataset, "out/mlm", max_iters=1)  # the one that held it ended without a checkpoint
+
+
 def test_a_new_run_from_a_plateau_checkpoint(dataset, tmp_path, capsys):
     """--init_from PATH: own clock, data goes on where it stood; --init_optimizer takes the moments along, and then two runs equal one."""
     flat = dict(warmup_iters=0, decay_iters=0, learning_rate=1e-3)
@@ -609,6 +624,11 @@ def test_a_new_run_from_a_plateau_checkpoint(dataset, tmp_path, capsys):
     assert not same(weights(tmp_path / "fresh/last.pt"), weights(tmp_path / "both/last.pt"))
     here(dataset, tmp_path / "decay", objective="clm", max_iters=3, init_from=tmp_path / "first/last.pt", init_optimizer=True, warmup_iters=0, decay_iters=3, learning_rate=1e-3)
     assert list(metrics(tmp_path / "decay", "lr").values()) == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    one_more = dict(objective="mlm", max_iters=4, init_from=tmp_path / "first/last.pt", init_optimizer=True, save_interval=2, **flat)
+    here(dataset, tmp_path / "again", **one_more)
+    shutil.copy(tmp_path / "again/step_2.pt", tmp_path / "again/last.pt")
+    here(dataset, tmp_path / "again", objective="mlm", max_iters=4, init_from="resume", **flat)  # such a run resumes like any other
+    assert same(weights(tmp_path / "again/last.pt"), weights(tmp_path / "both/last.pt"))
     with pytest.raises(SystemExit, match="leave these out"):
         here(dataset, tmp_path / "y", size="210m", init_from=tmp_path / "first/last.pt")
 

@@ -56,7 +56,7 @@ def ours(objective, vocab_size, args, **shape):
     torch.manual_seed(0)
     network = Transformer(Config(vocab_size=vocab_size, **SHAPE | shape))
     batch = make_batch(args.tokens, np.arange(args.rows), args.block_size, objective, 0.4)
-    loss_of = lambda: network(batch.ids, causal=objective == "clm", places=batch.places, targets=batch.targets) / batch.n_targets
+    loss_of = lambda: network(batch.ids, batch.cu_seqlens, batch.max_seqlen, objective == "clm", batch.places, batch.targets) / batch.n_targets
     return whole_step(network, loss_of, args)
 
 

@@ -1,5 +1,5 @@
 """What must stay true of text, tokens and batches. Run by `python -m pytest` from the top folder."""
-import gzip, json, subprocess, sys
+import gzip, json, subprocess, sys, time
 from pathlib import Path
 
 import numpy as np
@@ -84,14 +84,15 @@ def test_a_row_does_not_depend_on_its_batch(tokens):
 def test_seed_and_epoch_change_order_and_masks(tokens):
     n = count_windows(tokens, 64)
     assert not torch.equal(make_batch(tokens, np.arange(8), 64, "clm", seed=0).ids, make_batch(tokens, np.arange(8), 64, "clm", seed=1).ids)
-    first, second = (make_batch(tokens, np.arange(e * n, (e + 1) * n), 64, "mlm") for e in (0, 1))
+    first, second, other = (make_batch(tokens, np.arange(e * n, (e + 1) * n), 64, "mlm", seed=seed) for e, seed in ((0, 0), (1, 0), (0, 1)))
     masks = []
-    for batch in (first, second):  # the mask of each window, windows in one order
+    for batch in (first, second, other):  # the mask of each window, windows in one order
         plain = batch.ids.view(-1).clone()
         plain[batch.places[:batch.n_targets]] = batch.targets[:batch.n_targets]
         masks.append({tuple(row.tolist()): tuple((row != seen).tolist()) for row, seen in zip(plain.view(-1, 64), batch.ids)})
-    assert masks[0].keys() == masks[1].keys()
-    assert sum(masks[0][key] != masks[1][key] for key in masks[0]) > 0.9 * n
+    for mask in masks[1:]:
+        assert masks[0].keys() == mask.keys()
+        assert sum(masks[0][key] != mask[key] for key in mask) > 0.9 * n
 
 
 # --- masks and targets
@@ -183,6 +184,23 @@ def test_prefetch_keeps_order_and_raises():
     assert list(prefetch(lambda i: i * i, range(50))) == [i * i for i in range(50)]
     with pytest.raises(ZeroDivisionError):
         list(prefetch(lambda i: 1 // (3 - i), range(10)))
+
+
+def test_prefetch_works_ahead_but_not_without_bound():
+    made = []
+    stream = prefetch(lambda i: made.append(i) or i, range(50), depth=2)
+    assert next(stream) == 0
+    deadline = time.time() + 10
+    while len(made) < 4 and time.time() < deadline:  # two lie ready, one more is in hand
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert made == [0, 1, 2, 3]
+    stream.close()
+
+
+def test_one_number_means_no_target():
+    import model
+    assert model.IGNORE == IGNORE == torch.nn.CrossEntropyLoss().ignore_index
 
 
 # --- token files
