@@ -74,7 +74,8 @@ def attention(q, k, v, docs):
     """softmax(q k' / sqrt(D)) v inside each document. q (B, T, H, D); k, v (B, T, H_kv, D); returns (B, T, H, D).
 
     Our own kernel takes the tokens of all rows as they lie. Without it attention goes row by row, never over the packed batch: by
-    PyTorch's fused kernel, or in bf16 on a CPU, while a row of scores is short, by the formula as it stands, which is faster there."""
+    PyTorch's fused kernel, or on a CPU, while a row of scores is short, by the formula as it stands, which is faster there (its
+    scores are rounded to bf16 where q is bf16)."""
     if docs.table is not None:
         from kernels import attention as kernel
         return kernel.attention(*(x.flatten(0, 1) for x in (q, k, v)), docs.cu_seqlens, docs.max_seqlen, docs.causal, docs.table).view(q.shape)
@@ -90,7 +91,7 @@ def attention(q, k, v, docs):
 
 
 def explicit_form(device, T, dtype):
-    return device.type == "cpu" and dtype == torch.bfloat16 and T <= 512
+    return device.type == "cpu" and T * dtype.itemsize <= 1024
 
 
 def visible(start, causal, dtype):
