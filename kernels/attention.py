@@ -15,9 +15,11 @@ no padding and no mask: a program knows the bounds of its document. The algorith
 
 What makes it fast, each a line or two below:
     - Only the first block visited (on the diagonal, or the tail) needs a mask; the loop over all others has none.
-    - p v is multiplied one step late, after the next q k' has been issued: matrix units work while the exponentials are taken (FlashAttention-3's overlap).
+    - p v is multiplied one step late, after the next q k' has been issued: matrix units work while the exponentials are taken
+      (FlashAttention-3's overlap).
     - Exponentials are of base 2 with scale x log2(e) folded into one fused multiply-add.
-    - A flat grid over blocks of real rows, the longest work first, from a table made on the device: short documents cost no empty programs.
+    - A flat grid over blocks of real rows, the longest work first, from a table made on the device: short documents cost no
+      empty programs.
     - Tensor memory accelerator (TMA) loads on Hopper and later; plain pointers elsewhere.
 
 Sources: FlashAttention 1 to 3 (arXiv 2205.14135, 2307.08691, 2407.08608), the Triton tutorial on fused attention, and the reports of their users.
@@ -26,12 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-TABLE_ROWS = 128  # rows of a document that one entry of the table of blocks stands for
+TABLE_ROWS = 128             # rows of a document that one entry of the table of blocks stands for
+COUNTS = ("T", "n_slots")    # differ from batch to batch: no new compilation when one happens to be 1 or a multiple of 16
 LOG2E = tl.constexpr(1.4426950408889634)
 
 # ---------------------------------------------------------------------------------------------------------------------------------
-# Pieces that the kernels share. A tile is a tuple of one matrix (rows, D), or of two where the head dimension is no power of two but the sum of
-# two, D = D0 + D1 (96 = 64 + 32): products with it are then sums of two, and nothing is padded.
+# Pieces that the kernels share. A tile is a tuple of one matrix (rows, D), or of two where the head dimension is no power of two
+# but the sum of two, D = D0 + D1 (96 = 64 + 32): products with it are then sums of two, and nothing is padded.
 
 
 @triton.jit
@@ -49,12 +52,14 @@ def my_rows(table_ptr, n_slots, ROWS: tl.constexpr, PER_SLOT: tl.constexpr, MIRR
 
 
 @triton.jit
-def part(source, row, column, stride, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr):
+def part(source, row, column, stride, end,
+         ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr):
     if TMA:
         return source.load([row, column])
     else:
         r = tl.arange(0, ROWS)
-        pointers = source + row.to(tl.int64) * stride + column + (r[:, None] * stride + tl.arange(0, COLUMNS)[None, :])  # a 64-bit base, 32-bit offsets
+        base = source + row.to(tl.int64) * stride + column  # in 64 bits; offsets from it in 32
+        pointers = base + (r[:, None] * stride + tl.arange(0, COLUMNS)[None, :])
         if TAIL:
             return tl.load(pointers, mask=(row + r < end)[:, None], other=0.0)
         else:
@@ -62,13 +67,15 @@ def part(source, row, column, stride, end, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def load(source, row, head, stride, end, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr):
+def load(source, row, head, stride, end,
+         ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, TMA: tl.constexpr, TAIL: tl.constexpr):
     """ROWS rows of one head of a (T, heads x D) matrix, from `row` on. TAIL: rows from `end` on are zeros; without it none may lie there.
 
     Through TMA a tile may hold the next document's first rows instead of zeros; they only meet weights that are exactly 0."""
     column = head * (D0 + D1)
     if D1:
-        return (part(source, row, column, stride, end, ROWS, D0, TMA, TAIL), part(source, row, column + D0, stride, end, ROWS, D1, TMA, TAIL))
+        return (part(source, row, column, stride, end, ROWS, D0, TMA, TAIL),
+                part(source, row, column + D0, stride, end, ROWS, D1, TMA, TAIL))
     else:
         return (part(source, row, column, stride, end, ROWS, D0, TMA, TAIL),)
 
@@ -80,7 +87,8 @@ def store(target, row, head, heads, tile, factor, keep, ROWS: tl.constexpr, D0: 
     base = target + row.to(tl.int64) * stride + head * (D0 + D1) + tl.arange(0, ROWS)[:, None] * stride
     tl.store(base + tl.arange(0, D0)[None, :], (tile[0] * factor[:, None]).to(target.dtype.element_ty), mask=keep[:, None])
     if D1:
-        tl.store(base + D0 + tl.arange(0, D1)[None, :], (tile[1] * factor[:, None]).to(target.dtype.element_ty), mask=keep[:, None])
+        tl.store(base + D0 + tl.arange(0, D1)[None, :], (tile[1] * factor[:, None]).to(target.dtype.element_ty),
+                 mask=keep[:, None])
 
 
 @triton.jit
@@ -105,7 +113,8 @@ def add(acc, p, b, PRECISION: tl.constexpr):
     """acc + p b, with p (rows of acc, rows of b) rounded to b's dtype."""
     p = p.to(b[0].dtype)
     if len(b) == 2:
-        return (tl.dot(p, b[0], acc[0], input_precision=PRECISION), tl.dot(p, b[1], acc[1], input_precision=PRECISION))
+        return (tl.dot(p, b[0], acc[0], input_precision=PRECISION),
+                tl.dot(p, b[1], acc[1], input_precision=PRECISION))
     else:
         return (tl.dot(p, b[0], acc[0], input_precision=PRECISION),)
 
@@ -131,7 +140,7 @@ def visible(queries, keys, n, CAUSAL: tl.constexpr):
 # The kernels. q_source and the like are TMA descriptors of (T, heads x D) matrices, or pointers to them.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def forward(q_source, k_source, v_source, o_ptr, lse_ptr, table_ptr, stride_q, stride_kv, T, n_slots, scale,
             D0: tl.constexpr, D1: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_SLOT: tl.constexpr,
             CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
@@ -173,8 +182,9 @@ def forward(q_source, k_source, v_source, o_ptr, lse_ptr, table_ptr, stride_q, s
     tl.store(lse_ptr + head.to(tl.int64) * T + first + rows, m + tl.math.log2(l), mask=keep)
 
 
-@triton.jit
-def backward_q(q_source, k_source, v_source, o_source, do_source, dq_ptr, lse_ptr, delta_ptr, table_ptr, stride_q, stride_kv, stride_do, T, n_slots, scale,
+@triton.jit(do_not_specialize=COUNTS)
+def backward_q(q_source, k_source, v_source, o_source, do_source, dq_ptr, lse_ptr, delta_ptr, table_ptr,
+               stride_q, stride_kv, stride_do, T, n_slots, scale,
                D0: tl.constexpr, D1: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_SLOT: tl.constexpr,
                CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """dq, and delta (heads, T) = rowsum(o do) which backward_kv needs after this, of BLOCK_M queries of one head. BLOCK_N >= BLOCK_M."""
@@ -213,14 +223,16 @@ def backward_q(q_source, k_source, v_source, o_source, do_source, dq_ptr, lse_pt
     store(dq_ptr, first + row0, head, heads, dq, keep.to(tl.float32) * scale, keep, BLOCK_M, D0, D1)
 
 
-@triton.jit
-def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr, delta_ptr, table_ptr, stride_q, stride_kv, stride_do, T, n_slots, scale,
+@triton.jit(do_not_specialize=COUNTS)
+def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr, delta_ptr, table_ptr,
+                stride_q, stride_kv, stride_do, T, n_slots, scale,
                 D0: tl.constexpr, D1: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_SLOT: tl.constexpr,
                 CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
     """dk and dv of BLOCK_N keys of one key head, summed over the GROUP query heads that share it.
 
     Scores are transposed, (keys, queries), so that p' and ds' are the left operands of their products and stay in registers."""
-    first, n, column0 = my_rows(table_ptr, n_slots, BLOCK_N, PER_SLOT, CAUSAL)  # causal: the last queries see the most, but the first keys are seen the most
+    # mirrored if causal: the last queries see the most keys, but the first keys are seen the most
+    first, n, column0 = my_rows(table_ptr, n_slots, BLOCK_N, PER_SLOT, CAUSAL)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     columns = column0 + tl.arange(0, BLOCK_N)
     keep = columns < tl.abs(n)
@@ -240,7 +252,7 @@ def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr
             rows = i + tl.arange(0, BLOCK_M)
             q = load(q_source, first + i, head, stride_q, end, BLOCK_M, D0, D1, TMA, True)
             do = load(do_source, first + i, head, stride_do, end, BLOCK_M, D0, D1, TMA, True)
-            lse = tl.load(lse_ptr + place + rows, mask=rows < n, other=float("inf"))  # past the end p = 0, so rows need no mask
+            lse = tl.load(lse_ptr + place + rows, mask=rows < n, other=float("inf"))  # so p = 0 past the end
             delta = tl.load(delta_ptr + place + rows, mask=rows < n, other=0.0)
             p = tl.math.exp2(tl.fma(outer(k, q, PRECISION), scale * LOG2E, -lse[None, :]))  # (BLOCK_N, BLOCK_M)
             if CAUSAL:
@@ -255,8 +267,8 @@ def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr
 # ---------------------------------------------------------------------------------------------------------------------------------
 # where they run
 
-# (BLOCK_M, BLOCK_N, warps, stages) by kernel, head dimension and architecture, chosen by compiling: no tile spills a register, and each fits the card's
-# shared memory (bench/attention.py --static shows it). "96" stands for 48, 80 and 96.
+# (BLOCK_M, BLOCK_N, warps, stages) by kernel, head dimension and architecture, chosen by compiling: no tile spills a register, and
+# each fits the card's shared memory (bench/attention.py --static shows it). 64 stands for 16 and 32 too, 96 for 48 and 80.
 TILES = {
     ("forward", 64):      {"sm_80": (64, 64, 4, 3), "sm_86": (64, 64, 4, 3), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("forward", 96):      {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
@@ -269,7 +281,7 @@ TILES = {
     ("backward_kv", 128): {"sm_80": (64, 64, 8, 2), "sm_86": (64, 64, 8, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (64, 64, 4, 1)},
 }
 FP32_TILE = (32, 32, 4, 2)  # for every kernel and architecture
-HEAD_DIMS = {16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}  # D: (D0, D1)
+HEAD_DIMS = {16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}  # (D0, D1)
 KERNELS = {"forward": forward, "backward_q": backward_q, "backward_kv": backward_kv}
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: the kernels run on the CPU, as NumPy, with Hopper's tiles
 
@@ -279,7 +291,8 @@ def architecture(device):
     if device.type != "cuda":
         return "sm_90" if INTERPRETED else None
     if torch.version.hip:
-        return "gfx942" if torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx942", "gfx950")) else None
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return "gfx942" if name.startswith(("gfx942", "gfx950")) else None
     major, minor = torch.cuda.get_device_capability(device)
     return {8: "sm_80" if minor in (0, 7) else "sm_86", 9: "sm_90", 10: "sm_90", 12: "sm_86"}.get(major)
 
@@ -287,7 +300,8 @@ def architecture(device):
 def unsupported(device, dtype, head_dim):
     """Why these kernels cannot serve, in a few words, or None if they can."""
     if architecture(device) is None:
-        return f"no tiles for {torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type}"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"device {device.type}"
+        return f"no tiles for {name}"
     if head_dim not in HEAD_DIMS:
         return f"head dimension {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -296,11 +310,12 @@ def unsupported(device, dtype, head_dim):
 
 
 def row_blocks(cu_seqlens, T, causal):
-    """The table of work: int32 (3, slots), for each block of TABLE_ROWS rows of a document its first token, its length and the number of the block; the longest
-    work first. Made on the device with static shapes: slots for every way that T tokens can fall into these documents, most of the spare ones at the end.
+    """The table of work: int32 (3, slots), for each block of TABLE_ROWS rows of a document its first token, its length and the number
+    of the block; the longest work first. Made on the device with static shapes: slots for every way that T tokens can fall into
+    these documents, the spare ones at the end. The rows past the last document are one more document, with its length negated.
 
-    Document i can have its slots from cu_seqlens[i] // TABLE_ROWS + i on, since each document before it needs at most one block more than that."""
-    device, documents = cu_seqlens.device, cu_seqlens.numel()  # the rows past the last document are one more, with its length negated
+    Document i can have its slots from cu_seqlens[i] // TABLE_ROWS + i on, since those before it need at most one more each."""
+    device, documents = cu_seqlens.device, cu_seqlens.numel()
     starts = cu_seqlens.long()
     lengths = torch.diff(starts, append=starts.new_full((1,), T))
     base = starts // TABLE_ROWS + torch.arange(documents, device=device)
@@ -310,11 +325,13 @@ def row_blocks(cu_seqlens, T, causal):
     real = block * TABLE_ROWS < length
     work = torch.where(real, block + 1 if causal else length, 0)
     length = torch.where(real, torch.where(document == documents - 1, -length, length), 0)
-    return torch.stack((starts[document], length, block))[:, torch.argsort(work, descending=True)].int()
+    longest_first = torch.argsort(work, descending=True)
+    return torch.stack((starts[document], length, block))[:, longest_first].int()
 
 
 def launch(name, heads, group, arguments, tensors, table, causal, scale):
-    """One kernel over all blocks and heads. arguments: q, k, v, ... (T, heads, D), of which it makes descriptors or pointers; tensors: what goes by pointer."""
+    """One kernel over all blocks and heads. arguments: q, k, v, ... (T, heads, D), which it reads by descriptors or pointers;
+    tensors: what goes by pointer in any case."""
     q, k, v = arguments[:3]
     T, _, D = q.shape
     D0, D1 = HEAD_DIMS[D]
@@ -333,31 +350,37 @@ def launch(name, heads, group, arguments, tensors, table, causal, scale):
     strides = [q.stride(0), k.stride(0)] + ([arguments[-1].stride(0)] if len(arguments) > 3 else [])
     n_slots = table.shape[1]
     precision = "tf32" if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest" else "ieee"
-    KERNELS[name][(n_slots * per_slot, heads)](*sources, *tensors, table, *strides, T, n_slots, scale, D0=D0, D1=D1, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
-                                               PER_SLOT=per_slot, CAUSAL=causal, TMA=tma, PRECISION=precision, num_warps=warps, num_stages=stages)
+    KERNELS[name][(n_slots * per_slot, heads)](
+        *sources, *tensors, table, *strides, T, n_slots, scale, D0=D0, D1=D1, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
+        PER_SLOT=per_slot, CAUSAL=causal, TMA=tma, PRECISION=precision, num_warps=warps, num_stages=stages)
 
 
 def laid_out(*tensors):
-    """The same values with the heads of a token side by side, rows aligned to 16 bytes for TMA, and one row stride for all, as the kernels read them."""
-    good = lambda x: x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2] and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    """The same values as the kernels read them: the heads of a token side by side, rows aligned to 16 bytes for TMA, one row stride."""
+    def good(x):
+        row, head, one = x.stride()
+        return (one == 1 and head == x.shape[2] and row >= x.shape[1] * head and row * x.element_size() % 16 == 0
+                and x.data_ptr() % 16 == 0)
     if all(map(good, tensors)) and len({x.stride(0) for x in tensors}) == 1:
         return tensors
     return tuple(x.contiguous() for x in tensors)
 
 
 @torch.library.custom_op("encoder::attention_forward", mutates_args=())
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
+                      causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     (q,), (k, v) = laid_out(q), laid_out(k, v)
     T, H, D = q.shape
-    o, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(H, T, dtype=torch.float32, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     if T:
         launch("forward", H, H // k.shape[1], (q, k, v), (o, lse), table, causal, D ** -0.5)
     return o, lse
 
 
 @torch.library.custom_op("encoder::attention_backward", mutates_args=())
-def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, table: torch.Tensor,
-                       causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+                       table: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (do,), (q,), (k, v) = laid_out(do), laid_out(q), laid_out(k, v)
     T, H, D = q.shape
     group = H // k.shape[1]
@@ -396,13 +419,15 @@ attention_forward.register_autograd(backward, setup_context=setup_context)
 def attention(q, k, v, cu_seqlens, max_seqlen, causal, table=None):
     """softmax(q k' / sqrt(D)) v inside each document -> (T, H, D), with gradients.
 
-    q (T, H, D), k and v (T, H_kv, D), one dtype (under autocast its dtype); cu_seqlens (documents + 1,) int32, ascending from 0, on the same device. Rows past
-    cu_seqlens[-1] belong to no document and come out as zeros, in the gradients too; they must be finite. max_seqlen, the greatest length, is not needed: the grid
-    is laid over `table`, which `row_blocks(cu_seqlens, T, causal)` makes, here or once for all layers."""
+    q (T, H, D), k and v (T, H_kv, D), one dtype (under autocast its dtype); cu_seqlens (documents + 1,) int32, ascending from 0, on
+    the same device. Rows past cu_seqlens[-1] belong to no document and come out as zeros, in the gradients too; what they hold must be
+    finite. max_seqlen, the greatest length, is not needed: the grid is laid over `table`, which `row_blocks(cu_seqlens, T, causal)`
+    makes, here or once for all layers."""
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2] or q.shape[1] % max(1, k.shape[1]):
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (T, H, D), k and v (T, H_kv, D), with H a multiple of H_kv")
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: "
+                         f"give q (T, H, D), k and v (T, H_kv, D), with H a multiple of H_kv")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: give one dtype")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
