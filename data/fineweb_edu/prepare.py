@@ -7,10 +7,12 @@ FineWeb-Edu (Penedo et al., arXiv 2406.17557), the corpus of the study, in eithe
 
 Files are fetched one by one; the same command goes on where it was stopped, and a larger --files adds to what is there. A machine
 without network takes them from a folder: --from DIR. Either way validation stays what the first run made it: the published
-validation shard, or documents of the first parquet file, chosen by a hash of their text, which no later file brings to train.
+validation shard, or documents of the first parquet file, chosen by a hash of their text, which are left out of any later file.
 """
 import argparse, http.client, os, shutil, sys, time, urllib.error, urllib.request
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.prepare import cores, dataset_folder, fraction, progress, tokenize
@@ -21,7 +23,7 @@ HOST = os.environ.get("HF_ENDPOINT", "https://huggingface.co")  # or a mirror of
 SHARDS = "datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main"
 PARQUET = "datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT"
 VAL_SHARD = "edu_fineweb_val_000000.bin"
-VAL_DOCUMENTS = 1000  # about as many are held out: between 0.1 and 10 per cent of the first parquet file
+VAL_DOCUMENTS = 1000  # about as many are held out, between 0.1 and 10 per cent of the first parquet file
 TIMEOUT = 60          # seconds without a byte after which a connection counts as stalled
 TRIES = 5             # of a connection that breaks; each goes on at the byte where the one before it ended
 WAIT = 2              # seconds before the second try, doubled for each further one
@@ -138,6 +140,13 @@ def parquet_texts(path):
                              f"delete it and fetch it again, what is complete is kept") from None
 
 
+def texts_of(path, tokenizer):
+    """The documents of a token file."""
+    ids = TokenFile(path).ids
+    for part in np.split(ids, np.flatnonzero(ids == tokenizer.eos) + 1)[:-1]:
+        yield tokenizer.decode(part[:-1])
+
+
 def prepare_parquet(folder, tokenizer, names, source, workers):
     """A token file for each parquet file; the first of them also makes val.bin."""
     if any(folder.glob("edu_fineweb_*.bin")) or (folder / "train.bin").exists():
@@ -154,26 +163,24 @@ def prepare_parquet(folder, tokenizer, names, source, workers):
         with open_parquet(parquet) as file:
             share = min(0.1, max(0.001, VAL_DOCUMENTS / max(1, file.metadata.num_rows)))
         first = not val.exists()
-        if not first:
-            share = TokenFile(val).about["held_out"]
+        held_out = set() if first else {fraction(text) for text in texts_of(val, tokenizer)}
         left_out = empty = 0
 
         def documents():
             nonlocal left_out, empty
             for text, position in parquet_texts(parquet):
-                held_out = text is not None and fraction(text) < share
                 if text is None or not text or text.isspace():
                     empty += 1
-                elif held_out and not first:
+                elif (place := fraction(text)) in held_out:
                     left_out += 1
                 else:
-                    yield "val" if held_out else "train", text, position
+                    yield "val" if first and place < share else "train", text, position
 
         out = {}
         try:
             out["train"] = TokenWriter(path, tokenizer, source=name)
             if first:
-                out["val"] = TokenWriter(val, tokenizer, source=name, held_out=share)
+                out["val"] = TokenWriter(val, tokenizer, source=name)
             tokenize(out, documents(), parquet.stat().st_size, workers, name)
             for split, file in out.items():
                 if not file.n_documents:
@@ -186,7 +193,7 @@ def prepare_parquet(folder, tokenizer, names, source, workers):
             for file in out.values():
                 file.discard()
         print(f"{path}: {out['train'].n_documents:,} documents, {out['train'].n_tokens:,} tokens ({out['train'].dtype.name})"
-              + (f"; left out: {left_out:,} of the kind held out for validation" if left_out else "") + (f", {empty:,} empty" if empty else ""))
+              + (f"; left out: {left_out:,} that stand in validation" if left_out else "") + (f", {empty:,} empty" if empty else ""))
 
 
 def save_tokenizer(tokenizer, folder):
