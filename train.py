@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from data.batches import count_windows, make_batch, prefetch, stream_key
+from data.batches import MIX, Mixture, count_windows, make_batch, prefetch, stream_key
 from data.prepare import dataset_folder
 from data.tokenizer import load_tokenizer
-from data.tokens import TokenFile
+from data.tokens import open_split
 from model import (SIZES, Config, Transformer, count_parameters, flops_per_token, from_checkpoint, load_checkpoint, save_checkpoint, score,
                    training_bytes)
 
@@ -41,7 +41,7 @@ class Settings:
     size: str = setting("mini", "model: " + ", ".join(SIZES))
     tie_embeddings: bool = setting(None, "the output head is the embedding matrix (default: the size's)", bool)
     dropout: float = setting(0.0, "share of units dropped")
-    dataset: str = setting("docstrings", "a folder under data/ (or any path) with train.bin, val.bin and bpe.json")
+    dataset: str = setting("docstrings", "a folder under data/ (or any path) with train.bin, val.bin and bpe.json; or several by weight, as in a:0.7,b:0.3")
     batch_size: int = setting(None, "rows of a micro-batch on one process (default: what fits tokens_per_iter, at most 32)", int)
     block_size: int = setting(None, "tokens of a row (default: 128 on a CPU, 512 on a GPU)", int)
     tokens_per_iter: int = setting(None, "tokens of a step, all processes and micro-batches (default: about 4,096 on a CPU, 65,536 on a GPU)", int)
@@ -295,15 +295,40 @@ class Team:
 # data
 
 
+def sources_of(dataset):
+    """"a:0.7,b:0.3" -> (["a", "b"], [0.7, 0.3]); "a" -> (["a"], [1.0])."""
+    parts = [part.rpartition(":") if ":" in part or "," in dataset else (part, ":", "1") for part in dataset.split(",")]
+    names = [name for name, _, _ in parts]
+    try:
+        weights = [float(weight) for _, _, weight in parts]
+    except ValueError:
+        weights = [math.nan]
+    if not all(names) or len(set(names)) < len(names) or not all(1 / MIX <= weight <= 1 and abs(weight * MIX - round(weight * MIX)) < 1e-6 for weight in weights):
+        raise SystemExit(f"--dataset {dataset}: give a name, or different names with weights in thousandths, as in a:0.7,b:0.3")
+    if abs(sum(weights) - 1) > 1e-6:
+        raise SystemExit(f"--dataset {dataset}: the weights add up to {sum(weights):g}, not to 1")
+    return names, weights
+
+
 def open_dataset(s, team):
-    folder = dataset_folder(s.dataset)
-    if s.dataset == "docstrings" and not team.share((folder / "train.bin").exists):
+    """(training tokens, validation tokens, tokenizer); tokens are a TokenFile, a Corpus of many files, or a Mixture of several datasets."""
+    names, weights = sources_of(s.dataset)
+    opened = [open_source(name, s, team) for name in names]
+    if len(names) == 1:
+        return opened[0]
+    train, val = (Mixture(names, weights, [splits[i] for splits in opened]) for i in (0, 1))
+    return train, val, opened[0][2]
+
+
+def open_source(dataset, s, team):
+    folder = dataset_folder(dataset)
+    if dataset == "docstrings" and not team.share((folder / "train.bin").exists):
         from data.docstrings.prepare import main as prepare
         if team.first:
             print(f"{folder} has no train.bin yet: making it from the documentation of this Python installation", flush=True)
         team.share(prepare)
-    train, val = TokenFile(folder / "train.bin"), TokenFile(folder / "val.bin")
     tokenizer = load_tokenizer(folder / "bpe.json") if (folder / "bpe.json").exists() else None
+    train, val = (open_split(folder, split, tokenizer) for split in ("train", "val"))
     if tokenizer is None or not tokenizer.hash == train.tokenizer_hash == val.tokenizer_hash:
         raise SystemExit(f"{folder}: train.bin, val.bin and bpe.json are not of one tokenizer; delete them and prepare the data again")
     for file in (train, val):
@@ -324,7 +349,12 @@ def training_batches(s, split, tokens, device, team, phases, first_iter, first_r
 
 
 def evaluate(model, head_weight, s, split, tokens, device, autocast, team, objectives):
-    """{val_loss_clm, val_loss_mlm, val_accuracy_mlm}: means over fixed windows with fixed masks, each target once, for any number of processes."""
+    """{val_loss_clm, val_loss_mlm, val_accuracy_mlm}: means over fixed windows with fixed masks, each target once, for any number of processes.
+    Of a mixture: of each source, as val_loss_mlm/NAME, and their means by weight."""
+    if isinstance(tokens, Mixture):
+        each = [evaluate(model, head_weight, s, split, source, device, autocast, team, objectives) for source in tokens.sources]
+        means = {key: sum(weight * results[key] for weight, results in zip(tokens.weights, each)) for key in each[0]}
+        return means | {f"{key}/{name}": value for name, results in zip(tokens.names, each) for key, value in results.items()}
     n = count_windows(tokens, s.block_size)
     n = min(n, math.ceil(s.eval_tokens / s.block_size)) if s.eval_tokens else n
     step = team.world * s.batch_size
@@ -355,9 +385,11 @@ def print_plan(s, team, device, dtype, attention, compiled, train, val, config, 
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     micro = s.batch_size * s.block_size
     tokens = s.max_iters * s.tokens_per_iter
+    mixed = "".join(f"\n        {weight:.1%} of the rows from {name}, {source.n_tokens:,} tokens, {weight * tokens / source.n_tokens:.2g} times"
+                    for name, weight, source in zip(train.names, train.weights, train.sources)) if isinstance(train, Mixture) else ""
     print(f"""device  {machine}, {team.world} process{'es' * (team.world > 1)}; {str(dtype)[6:]}; {attention}; {'torch.compile' if compiled else 'not compiled'}
 model   {s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {f'{head / 1e6:.1f}M' if head else 'tied to it'}
-data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer})
+data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer}){mixed}
 step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB a process
 run     {s.max_iters:,} steps, {tokens / 1e6:,.1f}M tokens, {tokens / train.n_tokens:.2g} times the data{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down
 phases  {', '.join(f"{name} {first:,} - {after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases)}
@@ -367,7 +399,7 @@ output  {out_dir}""", flush=True)
 @torch.no_grad()
 def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, words=3):
     """Held-out sentences in which a few words are hidden, and what the model takes them for."""
-    ids = np.asarray(val.ids[:500_000]).astype(np.int64)
+    ids = (val.sources[0] if isinstance(val, Mixture) else val).read(0, 500_000).astype(np.int64)
     ends = np.flatnonzero(ids == val.eos)
     rng = np.random.default_rng(0)
     shown = 0
@@ -574,7 +606,7 @@ def main(argv):
             raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint "
                              f"({state['tokenizer']['name']}); prepare the text with the bpe.json of the checkpoint's data")
         if resumed and state["data"] != data:
-            raise SystemExit(f"--dataset {s.dataset}: not the text that the run in {out_dir} began with")
+            raise SystemExit(f"--dataset {s.dataset}: not the text, or not the weights, that the run in {out_dir} began with")
         if state["data"] == data:  # the data goes on where it stood
             first_row = state["first_row"]
             if not resumed:
@@ -651,9 +683,11 @@ def main(argv):
             if results[goal] < best:  # never true of a NaN
                 best = results[goal]
                 output.keep("best.pt")
+            if isinstance(train, Mixture):  # of the rows that this run has drawn
+                results |= {f"share/{name}": share for name, share in train.shares(first_row, iteration * s.tokens_per_iter // s.block_size, s.seed).items()}
             output.record(iter=iteration, **results)
             if team.first:
-                shown = (f"{name} {value:.1%}" if "accuracy" in name else f"{name} {value:.4f}" for name, value in results.items())
+                shown = (f"{name} {value:.1%}" if "accuracy" in name or "share" in name else f"{name} {value:.4f}" for name, value in results.items())
                 tqdm.write(f"iter {iteration:6,} | {' | '.join(shown)}")
             clock, timed_tokens = time.perf_counter(), 0
         if iteration == s.max_iters:

@@ -29,12 +29,14 @@ def corpus(vocab_size, n_tokens):
         eos = n_ordinary = vocab_size - 3
     tokenizer.vocab_size = vocab_size
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
-        out = TokenWriter(Path(folder) / "random.bin", tokenizer)
-        while out.n_tokens < n_tokens:
-            out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, 400, 1000)])
-        out.close()
-        return TokenFile(out.path)  # the memory map outlives the name
+    folder = tempfile.TemporaryDirectory()
+    out = TokenWriter(Path(folder.name) / "random.bin", tokenizer)
+    while out.n_tokens < n_tokens:
+        out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, 400, 1000)])
+    out.close()
+    tokens = TokenFile(out.path)
+    tokens.folder = folder  # which goes with it
+    return tokens
 
 
 def whole_step(network, loss_of, args):

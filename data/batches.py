@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 IGNORE = -100     # a target that counts nothing: PyTorch's ignore_index
+MIX = 1000        # a mixture is exact in every run of this many rows
 MIN_CHUNK = 12    # shortest chunk of --packing random (arXiv 2507.00994's training code)
 
 
@@ -87,17 +88,70 @@ def count_windows(tokens, block_size):
 
 def read_windows(tokens, windows, block_size):
     """ids (B, block_size + 1) int64 of the windows, each with the token that follows it; <|pad|> past the end, and all through where window < 0."""
-    full = tokens.n_tokens // block_size
     ids = np.full((len(windows), block_size + 1), tokens.pad, np.int64)
-    inside = (windows >= 0) & (windows < full)
-    ids[inside, :-1] = tokens.ids[:full * block_size].reshape(full, block_size)[windows[inside]]
-    follows = (windows + 1) * block_size
-    known = (windows >= 0) & (follows < tokens.n_tokens)
-    ids[known, -1] = tokens.ids[follows[known]]
-    for row in np.flatnonzero(windows == full):
-        rest = tokens.ids[full * block_size:]
-        ids[row, :len(rest)] = rest
+    for row, window in zip(ids, windows.tolist()):
+        if window >= 0:
+            part = tokens.read(window * block_size, block_size + 1)
+            row[:len(part)] = part
     return ids
+
+
+class Mixture:
+    """Several corpora of one tokenizer, from which rows are drawn by weight.
+
+    Of each 1,000 rows of the stream, source i has exactly 1000 x weight i, in an order that depends on the seed; they are the next rows of its
+    own stream, so each source goes through its windows in epochs of its own. Row r needs no rows before it, as without a mixture."""
+
+    def __init__(self, names, weights, sources):
+        """weights: positive, in thousandths, with the sum 1. sources: a TokenFile or Corpus each."""
+        first = sources[0]
+        for name, source in zip(names, sources):
+            if source.tokenizer_hash != first.tokenizer_hash:
+                raise SystemExit(f"--dataset {name}: its tokenizer ({source.tokenizer}) is not that of {names[0]} ({first.tokenizer}); "
+                                 f"prepare both with the same one, e.g. --tokenizer PATH of one's bpe.json")
+        self.names, self.weights, self.sources = names, weights, sources
+        self.counts = np.rint(np.array(weights) * MIX).astype(np.int64)  # (sources,) rows of each in MIX rows
+        for name in ("path", "tokenizer", "tokenizer_hash", "vocab_size", "n_ordinary", "eos", "pad", "mask"):
+            setattr(self, name, getattr(first, name))
+        self.n_tokens = sum(source.n_tokens for source in sources)
+        self.n_documents = round(self.n_tokens * sum(w * source.n_documents / source.n_tokens for w, source in zip(weights, sources)))
+        self.digest = " ".join(f"{count}:{source.digest}" for count, source in zip(self.counts, sources))
+
+    def split(self, rows, seed):
+        """(B,) rows of the stream -> (which source, row of that source's own stream), (B,) each; a row -1 stays -1."""
+        block, place = np.divmod(np.maximum(rows, 0), MIX)
+        for b in np.unique(block):
+            place[block == b] = permute(place[block == b], MIX, stream_key(seed, b, MIX)[0])
+        ends = np.cumsum(self.counts)
+        which = np.searchsorted(ends, place, "right")
+        row = block * self.counts[which] + place - (ends - self.counts)[which]
+        return which, np.where(rows < 0, -1, row)
+
+    def shares(self, first_row, n_rows, seed):
+        """{name: share of the n_rows rows from first_row on that came from it}."""
+        def drawn(n):  # rows of each source among the first n
+            block, rest = divmod(n, MIX)
+            which, _ = self.split(block * MIX + np.arange(rest), seed)
+            return block * self.counts + np.bincount(which, minlength=len(self.counts))
+        return dict(zip(self.names, ((drawn(first_row + n_rows) - drawn(first_row)) / max(n_rows, 1)).tolist()))
+
+
+def draw(tokens, rows, block_size, seed):
+    """(B,) rows of the stream -> (ids (B, block_size + 1) as read_windows gives them, (B,) uint64 keys for the random numbers of each row)."""
+    if isinstance(tokens, Mixture):
+        which, own = tokens.split(rows, seed)
+        ids, key = np.empty((len(rows), block_size + 1), np.int64), np.empty(len(rows), np.uint64)
+        for i in np.unique(which):
+            mine = which == i
+            ids[mine], key[mine] = draw(tokens.sources[i], own[mine], block_size, stream_key(seed, i + 1)[0])
+        return ids, key
+    n_windows = count_windows(tokens, block_size)
+    epoch, place = np.divmod(np.maximum(rows, 0), n_windows)
+    windows = np.empty(len(rows), np.int64)
+    for e in np.unique(epoch):
+        windows[epoch == e] = permute(place[epoch == e], n_windows, stream_key(seed, e)[0])
+    windows[rows < 0] = -1
+    return read_windows(tokens, windows, block_size), stream_key(seed, epoch, windows)
 
 
 def choose(ids, n_ordinary, ratio, key):
@@ -121,20 +175,12 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
     packing "documents": a document is what lies between two <|eos|>. "random": a window is cut once, at a uniform place, so that
          pieces have lengths uniform in [12, block_size - 12] (or it stays whole); a piece counts as one document.
     """
-    B, T, n_windows = len(rows), block_size, count_windows(tokens, block_size)
-    rows = np.asarray(rows, np.int64)
-    epoch, place = np.divmod(np.maximum(rows, 0), n_windows)
-    windows = np.empty(B, np.int64)
-    for e in np.unique(epoch):
-        windows[epoch == e] = permute(place[epoch == e], n_windows, stream_key(seed, e)[0])
-    windows[rows < 0] = -1
-
-    read = read_windows(tokens, windows, T)
+    B, T = len(rows), block_size
+    read, key = draw(tokens, np.asarray(rows, np.int64), T, seed)
     ids, next_ids = read[:, :-1], read[:, 1:].copy()
     starts = np.zeros((B, T + 1), bool)  # starts[b, t]: token t is the first of a document; the last column is the next window's
     starts[:, 0] = True
     starts[:, 1:] = (read[:, 1:] == tokens.pad) & (ids != tokens.pad)
-    key = stream_key(seed, epoch, windows)
     if packing == "documents":
         starts[:, 1:] |= ids == tokens.eos
     else:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data.tokens import TokenWriter
 
-BATCH = 1 << 20       # characters tokenized by one thread at a time
+BATCH = 1 << 18       # characters tokenized by one thread at a time
 PIECE = 1 << 14       # a longer .txt file is cut into documents of about this many characters
 DATA = Path(__file__).parent
 
@@ -38,35 +38,46 @@ def fraction(text, salt=b""):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, salt=salt).digest(), "little") / 2**64
 
 
-def write_dataset(folder, tokenizer, documents, total, workers=None):
-    """documents: iterator of (split "train" | "val", text, bytes read so far of `total`). Returns {split: its TokenWriter}."""
+def tokenize(out, documents, total, workers=None, description="tokenizing"):
+    """Appends documents to the files of `out`, {split: TokenWriter}, in their order, on all cores.
+
+    documents: iterator of (split, text, bytes read so far of `total`)."""
     workers = workers or cores()
-    folder.mkdir(parents=True, exist_ok=True)
-    out = {split: TokenWriter(folder / f"{split}.bin", tokenizer) for split in ("train", "val")}
+    encode = next(iter(out.values())).tokenizer.encode
     pending = deque()  # batches in the order of the documents; bounded, so reading cannot run away from tokenizing
 
+    def packed(batch):
+        ids = [(split, encode(text)) for split, text in batch]
+        return {split: file.pack([x for side, x in ids if side == split]) for split, file in out.items()}
+
     def write_first():
-        batch, ids, position = pending.popleft()
-        ids = ids.result()
-        for split in out:
-            out[split].write([x for (side, _), x in zip(batch, ids) if side == split])
+        position, ids = pending.popleft()
+        for split, part in ids.result().items():
+            out[split].append(*part)
         bar.update(position - bar.n)
 
+    with ThreadPoolExecutor(workers) as pool, progress(total, description) as bar:
+        batch, size = [], 0
+        for split, text, position in documents:
+            batch.append((split, text))
+            size += len(text)
+            if size >= BATCH:
+                pending.append((position, pool.submit(packed, batch)))
+                batch, size = [], 0
+                if len(pending) > 2 * workers:
+                    write_first()
+        pending.append((total, pool.submit(packed, batch)))
+        while pending:
+            write_first()
+
+
+def write_dataset(folder, tokenizer, documents, total, workers=None):
+    """documents: iterator of (split "train" | "val", text, bytes read so far of `total`). Returns {split: its TokenWriter}."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = {}
     try:
-        with ThreadPoolExecutor(workers) as pool, progress(total, "tokenizing") as bar:
-            encode = lambda batch: [tokenizer.encode(text) for _, text in batch]
-            batch, size = [], 0
-            for split, text, position in documents:
-                batch.append((split, text))
-                size += len(text)
-                if size >= BATCH:
-                    pending.append((batch, pool.submit(encode, batch), position))
-                    batch, size = [], 0
-                    if len(pending) > 2 * workers:
-                        write_first()
-            pending.append((batch, pool.submit(encode, batch), total))
-            while pending:
-                write_first()
+        out.update((split, TokenWriter(folder / f"{split}.bin", tokenizer)) for split in ("train", "val"))
+        tokenize(out, documents, total, workers)
         for split, file in out.items():
             if not file.n_documents:
                 raise SystemExit(f"{folder}: no document fell to {split} (train has {out['train'].n_documents:,}, val {out['val'].n_documents:,}); "
@@ -79,7 +90,7 @@ def write_dataset(folder, tokenizer, documents, total, workers=None):
     finally:
         for file in out.values():
             file.discard()
-        if not (folder / "train.bin").exists():
+        if len(out) == 2 and not (folder / "train.bin").exists():
             for name in ("val.bin", "bpe.json"):
                 (folder / name).unlink(missing_ok=True)
         if not any(folder.iterdir()):
@@ -107,10 +118,12 @@ def read_documents(path):
     n_lines = 0
     try:
         with open(path, "rb") as raw:
-            text = io.TextIOWrapper(openers[packing](raw), encoding="utf-8-sig")
+            text = io.TextIOWrapper(openers[packing](raw), encoding="utf-8")
             lines, size = [], 0
             while line := text.readline(-1 if kind == ".jsonl" else 4 * PIECE):
                 n_lines += 1
+                if n_lines == 1:
+                    line = line.removeprefix("\ufeff")  # a byte order mark
                 if kind == ".txt":
                     lines.append(line)
                     size += len(line)
@@ -120,7 +133,10 @@ def read_documents(path):
                 elif not line.isspace():
                     try:
                         document = json.loads(line)["text"]
-                        document = document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate is no character
+                        if "\\u" in line:  # a lone surrogate is no character
+                            document = document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                        elif not isinstance(document, str):
+                            raise TypeError
                     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                         raise SystemExit(f'{path}, line {n_lines:,}: not a JSON object with a string "text"; mend or remove the line') from None
                     yield document, raw.tell()

@@ -10,6 +10,7 @@ Where the merges come from:
 `n_ordinary` is text and any other is not. Text that spells "<|eos|>" is text: encoding never makes a special id.
 """
 import base64, hashlib, json, re
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ class Tokenizer:
     def decode(self, ids):
         return self._bpe.decode([int(i) for i in ids if i < self.n_ordinary + 3])
 
-    @property
+    @cached_property
     def hash(self):
         """16 hex digits that change with any rank or with the pattern: equal hashes, equal ids."""
         digest = hashlib.sha256(self.pattern.encode())
