@@ -59,7 +59,7 @@ class Settings:
     save_interval: int = setting(0, "steps between checkpoints that are kept, step_N.pt, from step 0 on; 0: none")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
     out_dir: str = setting(None, "folder of the run (default: out/ and the objective's name, numbered where that is taken)", str)
-    init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH: a new run from these weights")
+    init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH or hf:DIR (a Hugging Face folder): a new run from these weights")
     init_optimizer: bool = setting(False, "with --init_from PATH: take AdamW's moments along")
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
@@ -165,7 +165,7 @@ def check(s, world):
         if not good:
             raise SystemExit(f"--{name} {getattr(s, name)}: {why}")
 
-    for name, choices in {"size": SIZES, "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"),
+    for name, choices in {"size": SIZES if s.init_from == "scratch" else (*SIZES, "hf"), "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"),
                           "attention": ("auto", "sdpa", "triton")}.items():
         need(getattr(s, name) in choices, name, f"give {', '.join(choices)}")
     for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
@@ -389,13 +389,13 @@ def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, w
             hidden[places] = tokenizer.mask
         with autocast():
             states = model(torch.from_numpy(hidden)[None].to(device), causal=causal)[0, places - causal]
-            chances = (states @ model.head_weight.t()).float()[:, :tokenizer.n_ordinary].softmax(-1)
+            chances = (states @ model.head_weight[tokenizer.first:tokenizer.first + tokenizer.n_ordinary].t()).float().softmax(-1)
         for n, place in enumerate(places):
             pieces[place] = f" ({n + 1})"
         print('  "' + "".join(pieces).replace("\n", " ") + '"')
         for n, (place, row) in enumerate(zip(places, chances)):
             top = row.topk(4)
-            guesses = ", ".join(f"{tokenizer.decode([i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
+            guesses = ", ".join(f"{tokenizer.decode([tokenizer.first + i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
             print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():14} guesses: {guesses}")
 
 
@@ -572,7 +572,8 @@ def main(argv):
     if state:
         if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
             raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint "
-                             f"({state['tokenizer']['name']}); prepare the text with the bpe.json of the checkpoint's data")
+                             f"({state['tokenizer']['name']}); prepare the text with --tokenizer "
+                             f"{s.init_from if s.init_from.startswith('hf:') else 'and the path of the bpe.json of its data'}")
         if resumed and state["data"] != data:
             raise SystemExit(f"--dataset {s.dataset}: not the text that the run in {out_dir} began with")
         if state["data"] == data:  # the data goes on where it stood

@@ -100,10 +100,10 @@ def read_windows(tokens, windows, block_size):
     return ids
 
 
-def choose(ids, n_ordinary, ratio, key):
+def choose(ids, tokens, ratio, key):
     """Boolean (B, T): exactly round(ratio x ordinary tokens) of each row, drawn evenly without replacement; never a special token."""
     T = ids.shape[1]
-    ordinary = ids < n_ordinary
+    ordinary = (ids >= tokens.first) & (ids < tokens.first + tokens.n_ordinary)
     count = np.rint(ratio * ordinary.sum(1)).astype(np.int64)
     draw = random_bits(key, T)
     draw[~ordinary] = np.iinfo(np.uint64).max
@@ -154,7 +154,7 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
         targets = np.where(starts[:, 1:] | (ids == tokens.pad), IGNORE, next_ids).reshape(-1)
         n_targets = int((targets != IGNORE).sum())
     else:
-        chosen = choose(ids, tokens.n_ordinary, mask_ratio, key)
+        chosen = choose(ids, tokens, mask_ratio, key)
         where = np.flatnonzero(chosen)
         n_targets = len(where)
         places, targets = np.zeros((2, B * round(mask_ratio * T)), np.int64)
@@ -170,7 +170,7 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
             dice = (dice >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
             flat[where[dice < as_mask]] = tokens.mask
             drawn = (dice >= as_mask) & (dice < as_mask + as_random)
-            flat[where[drawn]] = (word[drawn] % np.uint64(tokens.n_ordinary)).astype(np.int64)
+            flat[where[drawn]] = (word[drawn] % np.uint64(tokens.n_ordinary)).astype(np.int64) + tokens.first
         ids = flat.reshape(B, T)
     n_tokens = int((read[:, :-1] != tokens.pad).sum())
     wrap = torch.from_numpy

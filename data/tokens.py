@@ -42,7 +42,7 @@ class TokenWriter:
         about = {"format": FORMAT, "dtype": self.dtype.name, "n_tokens": self.n_tokens, "n_documents": self.n_documents,
                  "digest": self.digest.hexdigest(),
                  "tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size,
-                 "n_ordinary": tokenizer.n_ordinary, "eos": tokenizer.eos, "pad": tokenizer.pad, "mask": tokenizer.mask}
+                 "first": tokenizer.first, "n_ordinary": tokenizer.n_ordinary, "eos": tokenizer.eos, "pad": tokenizer.pad, "mask": tokenizer.mask}
         self.file.seek(0)
         self.file.write(json.dumps(about).encode().ljust(HEADER_BYTES - 1) + b"\n")
         self.file.flush()
@@ -73,7 +73,7 @@ class TokenFile:
             self.n_tokens, self.n_documents = int(about["n_tokens"]), int(about["n_documents"])
             self.digest = about["digest"]  # of the ids: the same text by the same tokenizer, or not
             self.tokenizer, self.tokenizer_hash = about["tokenizer"], about["tokenizer_hash"]
-            self.vocab_size, self.n_ordinary = int(about["vocab_size"]), int(about["n_ordinary"])
+            self.vocab_size, self.first, self.n_ordinary = int(about["vocab_size"]), int(about.get("first", 0)), int(about["n_ordinary"])
             self.eos, self.pad, self.mask = int(about["eos"]), int(about["pad"]), int(about["mask"])
             dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[about["dtype"]]
         except (ValueError, KeyError, TypeError):
@@ -81,7 +81,8 @@ class TokenFile:
         if size != HEADER_BYTES + self.n_tokens * dtype.itemsize:
             raise SystemExit(f"{path}: {size:,} bytes, but its header counts {self.n_tokens:,} tokens of {dtype.name}, which "
                              f"are {HEADER_BYTES + self.n_tokens * dtype.itemsize:,}: cut off or damaged; {again}")
-        if self.vocab_size > 2 ** (8 * dtype.itemsize) or not self.n_ordinary <= min(self.eos, self.pad, self.mask) < self.vocab_size:
+        special, last = {self.eos, self.pad, self.mask}, self.first + self.n_ordinary
+        if self.vocab_size > 2 ** (8 * dtype.itemsize) or len(special) < 3 or any(self.first <= i < last or i >= self.vocab_size for i in special):
             raise SystemExit(f"{path}: {dtype.name} ids, vocabulary {self.vocab_size:,}, special ids {self.eos, self.pad, self.mask} "
                              f"do not fit together; {again}")
         self.ids = np.memmap(path, dtype, "r", offset=HEADER_BYTES, shape=(self.n_tokens,)) if self.n_tokens else np.empty(0, dtype)
