@@ -343,7 +343,7 @@ def write_tokenizer(tokenizer, folder, block_size):
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [token(*item) for item in special.items()], "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": None, "decoder": level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-                  "byte_fallback": False, "ignore_merges": True, "vocab": {spell(piece): i for piece, i in ranks.items()}, "merges": merges}})
+                  "byte_fallback": False, "ignore_merges": True, "vocab": {spell(piece): i for piece, i in ranks.items()} | special, "merges": merges}})
     eos, pad, mask = tokenizer.roles
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "mask_token": mask, "model_max_length": block_size,
