@@ -179,7 +179,7 @@ class Transformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
         angle = torch.outer(torch.arange(config.block_size, dtype=torch.float32),
-                            config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
+                            1 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
         self.register_buffer("cos", angle.cos()[:, None], persistent=False)  # (block_size, 1, D/2) fp32
         self.register_buffer("sin", angle.sin()[:, None], persistent=False)
 
@@ -449,8 +449,7 @@ def main(argv):
         info(state, args.checkpoint)
     elif args.command == "export":
         causal = causal if args.causal is None else args.causal == "true"
-        write_folder(state, args.folder, causal)
-        print(f"{args.folder}: {'LlamaForCausalLM' if causal else 'EuroBertForMaskedLM'}, in fp32")
+        print(f"{args.folder}: {write_folder(state, args.folder, causal)}, in fp32")
     else:
         if causal != (args.command == "sample"):
             print(f"note: this model was last trained with {'clm' if causal else 'mlm'}", file=sys.stderr)

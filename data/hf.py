@@ -150,18 +150,27 @@ def read_folder(folder):
 
 def is_causal(state):
     """Whether the model of a checkpoint was last trained to look back only."""
-    return state["settings"].get("objective", "mlm").split(",")[-1].split(":")[0] == "clm"
+    return "family" not in state and state["settings"].get("objective", "mlm").split(",")[-1].split(":")[0] == "clm"
 
 
 def write_folder(state, folder, causal):
-    """The model and tokenizer of a checkpoint as a folder that transformers loads: as EuroBertForMaskedLM, or, causal, as LlamaForCausalLM. In fp32."""
+    """The model and tokenizer of a checkpoint as a folder that transformers loads, in fp32: as EuroBertForMaskedLM, or, causal, as LlamaForCausalLM.
+
+    A fine-tuned checkpoint names its `family`: "ir" adds what sentence-transformers reads; "tc" becomes a EuroBertForTokenClassification with
+    `head` {weight (labels, C), bias (labels,)} and `labels`; for "sc" and "qa" transformers has no class with our head. Returns the class."""
     _, save_file, _ = packages()
-    folder, config, tokenizer = Path(folder), state["config"], Tokenizer.from_dict(state["tokenizer"])
+    folder, config, tokenizer, family = Path(folder), state["config"], Tokenizer.from_dict(state["tokenizer"]), state.get("family")
+    if family in ("sc", "qa"):
+        what = "mean pooling and one linear layer on a EuroBERT" if family == "sc" else "start and end logits on a EuroBERT"
+        raise SystemExit(f"{folder}: not written; transformers has no class with this model's head ({what}). Export the pretrained checkpoint instead")
+    if family and causal:
+        raise SystemExit(f"{folder}: not written; a fine-tuned model looks both ways, so --causal true does not fit it")
+    name = "LlamaForCausalLM" if causal else "EuroBertForTokenClassification" if family == "tc" else "EuroBertForMaskedLM"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"{folder}: there already; give a new folder")
     part = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     part.mkdir(parents=True)
-    about = {"architectures": ["LlamaForCausalLM" if causal else "EuroBertForMaskedLM"], "model_type": "llama" if causal else "eurobert",
+    about = {"architectures": [name], "model_type": "llama" if causal else "eurobert",
              "vocab_size": config["vocab_size"], "hidden_size": config["n_embd"], "intermediate_size": config["intermediate_size"],
              "num_hidden_layers": config["n_layer"], "num_attention_heads": config["n_head"], "num_key_value_heads": config["n_kv_head"],
              "head_dim": config["n_embd"] // config["n_head"], "max_position_embeddings": config["block_size"], "hidden_act": "silu",
@@ -169,23 +178,29 @@ def write_folder(state, folder, causal):
              "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, "attention_bias": False, "mlp_bias": False,
              "attention_dropout": 0.0, "tie_word_embeddings": config["tie_embeddings"], "initializer_range": 0.02, "dtype": "float32",
              "bos_token_id": None, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad, **({} if causal else {"mask_token_id": tokenizer.mask})}
+    if family == "tc":
+        about |= {"id2label": dict(enumerate(state["labels"])), "label2id": {label: i for i, label in enumerate(state["labels"])}}
     try:
         shards, size = [{}], 0
-        for ours, (names, rows, _) in layout(config).items():
-            for name, tensor in zip(names, state["model"][ours].float().split(rows)):
-                if size + 4 * tensor.numel() > SHARD_BYTES and shards[-1]:
-                    shards, size = shards + [{}], 0
-                shards[-1][f"{name}.weight"] = tensor.contiguous().clone()
-                size += 4 * tensor.numel()
+        tensors = {part: tensor for ours, (parts, rows, _) in layout(config).items() if family != "tc" or ours != "head.weight"
+                   for part, tensor in zip((f"{part}.weight" for part in parts), state["model"][ours].float().split(rows))}
+        if family == "tc":
+            tensors |= {f"classifier.{part}": tensor.float() for part, tensor in state["head"].items()}
+        for part_name, tensor in tensors.items():
+            if size  + 4 * tensor.numel() > SHARD_BYTES and shards[-1]:
+                shards, size = shards + [{}], 0
+            shards[-1][part_name] = tensor.contiguous().clone()
+            size += 4 * tensor.numel()
         files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
-        for file, tensors in zip(files, shards):
-            save_file(tensors, part / file, {"format": "pt"})
+        for file, shard in zip(files, shards):
+            save_file(shard, part / file, {"format": "pt"})
         if len(shards) > 1:
-            total = sum(4 * tensor.numel() for tensors in shards for tensor in tensors.values())
-            write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total},
-                                                               "weight_map": {name: file for file, tensors in zip(files, shards) for name in tensors}})
+            where = {name: file for file, shard in zip(files, shards) for name in shard}
+            write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": sum(4 * tensor.numel() for tensor in tensors.values())}, "weight_map": where})
         write_json(part / "config.json", about)
         write_tokenizer(tokenizer, part, config["block_size"])
+        if family == "ir":
+            write_pooling(part, config["n_embd"], config["block_size"])
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
@@ -193,6 +208,18 @@ def write_folder(state, folder, causal):
         raise SystemExit(f"{folder}: not written ({problem.strerror or problem}); nothing was kept") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    return name
+
+
+def write_pooling(folder, width, block_size):
+    """What sentence-transformers reads beside the model: the mean over tokens, brought to length 1, and the prefixes of queries and documents."""
+    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
+    write_json(folder / "modules.json", [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (kind, path) in enumerate(kinds)])
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": block_size, "do_lower_case": False})
+    write_json(folder / "config_sentence_transformers.json", {"prompts": {"query": "Query: ", "document": "Document: "}, "similarity_fn_name": "cosine"})
 
 
 def write_json(path, value):

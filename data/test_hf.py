@@ -368,3 +368,37 @@ def test_transformers_gives_the_same_ids(tmp_path, pattern):
     if pattern:
         assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (ours.eos, ours.pad, ours.mask)
         assert theirs.encode("the<|mask|>") == [*ours.encode("the"), ours.mask]
+
+
+@pytest.mark.parametrize("family", ["sc", "qa"])
+def test_heads_that_transformers_has_no_class_for_are_refused(tmp_path, family):
+    with pytest.raises(SystemExit) as end:
+        write_folder({**read_folder(make_folder(tmp_path / "in")), "family": family}, tmp_path / "out", False)
+    refused(end, "transformers has no class")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_token_classifier_is_exported_whole(tmp_path):
+    state = read_folder(make_folder(tmp_path / "in"))
+    head = {"weight": torch.randn(3, 32), "bias": torch.randn(3)}
+    assert write_folder({**state, "family": "tc", "labels": ["O", "B-PER", "I-PER"], "head": head}, tmp_path / "out", False) == "EuroBertForTokenClassification"
+    theirs = loaded(tmp_path / "out", "AutoModelForTokenClassification").eval()
+    assert theirs.config.id2label == {0: "O", 1: "B-PER", 2: "I-PER"}
+    ids = torch.arange(2, 40)[None]
+    with torch.no_grad():
+        ours = from_checkpoint(state).eval()(ids) @ head["weight"].t() + head["bias"]
+        assert (theirs(ids).logits - ours).abs().max() < 1e-4
+
+
+def test_sentence_transformers_gives_the_same_embeddings(tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers: pip install sentence-transformers")
+    state = {**read_folder(make_folder(tmp_path / "in")), "family": "ir"}
+    write_folder(state, tmp_path / "out", False)
+    tokenizer, model = Tokenizer.from_dict(state["tokenizer"]), from_checkpoint(state).eval()
+    texts = ["the theme of 12", "it is the end  of the other theme 🙂"]
+    theirs = sentence_transformers.SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(texts, prompt_name="query")
+    for text, vector in zip(texts, theirs):  # theirs come from one padded batch
+        ids = torch.from_numpy(tokenizer.encode("Query: " + text).astype(np.int64))[None]
+        with torch.no_grad():
+            ours = torch.nn.functional.normalize(model(ids)[0].mean(0), dim=0)
+        assert np.abs(ours.numpy() - vector).max() < 1e-5
