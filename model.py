@@ -382,13 +382,14 @@ def from_checkpoint(state, **changes):
 
 def info(state, path):
     from data.hf import is_causal
-    config, settings = state["config"], state["settings"]
+    config = state["config"]
     blocks, embedding, head = count_parameters(Config(**config))
+    total, head = (blocks + embedding + head) / 1e6, f"{head / 1e6:.1f}M" if head else "tied to it"
     print(f"""{path}
-  model      {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {f'{head / 1e6:.1f}M' if head else 'tied to it'}
+  model      {total:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {head}
   shape      {', '.join(f'{name} {value}' for name, value in config.items())}
   tokenizer  {state['tokenizer']['name']}
-  trained    {state.get('iter', 0):,} iterations, {state.get('tokens', 0):,} tokens, objective {settings.get('objective', 'none')}, last {'clm' if is_causal(state) else 'mlm'}""")
+  trained    {state.get('iter', 0):,} iterations on {state.get('tokens', 0):,} tokens here; last {'clm' if is_causal(state) else 'mlm'}""")
 
 
 @torch.no_grad()

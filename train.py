@@ -187,7 +187,7 @@ def check(s, world):
          "give three shares that add up to 1, as in 0.8,0.1,0.1")
     need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters",
          f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
-    need(s.block_size <= Config.block_size, "block_size", f"the models read at most {Config.block_size:,} tokens")
+    need(s.block_size <= Config.block_size or s.init_from != "scratch", "block_size", f"the models read at most {Config.block_size:,} tokens")
     step = s.batch_size * s.block_size * world
     nearest = max(step, s.tokens_per_iter // step * step)
     need(s.tokens_per_iter % step == 0, "tokens_per_iter",
@@ -587,6 +587,8 @@ def main(argv):
     torch.manual_seed(s.seed)
     if state:
         raw = from_checkpoint(state, dropout=s.dropout)
+        if s.block_size > raw.config.block_size:
+            raise SystemExit(f"--block_size {s.block_size}: the model of --init_from {s.init_from} reads at most {raw.config.block_size:,} tokens")
     else:
         tied = {} if s.tie_embeddings is None else {"tie_embeddings": s.tie_embeddings}
         raw = Transformer(Config(vocab_size=train.vocab_size, dropout=s.dropout, **SIZES[s.size] | tied))

@@ -125,7 +125,8 @@ def read_weights(folder, config):
     weights = {}
     for ours, (parts, rows, columns) in layout(config).items():
         weights[ours] = torch.cat([take(f"{part}.weight", [n] if columns is None else [n, columns]) for part, n in zip(parts, rows)])
-    if config["tie_embeddings"] and "lm_head.weight" in found and not torch.equal(take("lm_head.weight", list(weights["embed.weight"].shape)), weights["embed.weight"]):
+    embedding = weights["embed.weight"]
+    if config["tie_embeddings"] and "lm_head.weight" in found and not torch.equal(take("lm_head.weight", list(embedding.shape)), embedding):
         raise SystemExit(f"{folder}: lm_head.weight is not the embedding, although config.json says tie_word_embeddings")
     over = [name for name in found if not name.endswith("rotary_emb.inv_freq")]
     if over:
@@ -144,7 +145,8 @@ def read_folder(folder):
         for name in {"embed.weight", "head.weight"} & weights.keys():
             weights[name] = torch.cat((weights[name], weights[name].mean(0).expand(new, -1)))
         config["vocab_size"] = tokenizer.vocab_size
-    return {"model": weights, "config": config, "tokenizer": tokenizer.to_dict(), "settings": {"size": "hf", "objective": "mlm" if about["model_type"] == "eurobert" else "clm"},
+    return {"model": weights, "config": config, "tokenizer": tokenizer.to_dict(),
+            "settings": {"size": "hf", "objective": "mlm" if about["model_type"] == "eurobert" else "clm"},
             "data": {"tokenizer_hash": tokenizer.hash, "digest": ""}, "iter": 0, "tokens": 0, "first_row": 0, "best": float("inf")}
 
 
@@ -196,7 +198,8 @@ def write_folder(state, folder, causal):
             save_file(shard, part / file, {"format": "pt"})
         if len(shards) > 1:
             where = {name: file for file, shard in zip(files, shards) for name in shard}
-            write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": sum(4 * tensor.numel() for tensor in tensors.values())}, "weight_map": where})
+            total = sum(4 * tensor.numel() for tensor in tensors.values())
+            write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
         write_json(part / "config.json", about)
         write_tokenizer(tokenizer, part, config["block_size"])
         if family == "ir":
@@ -214,7 +217,8 @@ def write_folder(state, folder, causal):
 def write_pooling(folder, width, block_size):
     """What sentence-transformers reads beside the model: the mean over tokens, brought to length 1, and the prefixes of queries and documents."""
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
-    write_json(folder / "modules.json", [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (kind, path) in enumerate(kinds)])
+    write_json(folder / "modules.json", [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                                         for i, (kind, path) in enumerate(kinds)])
     (folder / "1_Pooling").mkdir()
     (folder / "2_Normalize").mkdir()
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
@@ -243,19 +247,20 @@ BYTE = {letter: byte for byte, letter in LETTER.items()}
 def split_pattern(path, about):
     """The one regex that cuts text as this pre-tokenizer does."""
     steps = about["pretokenizers"] if about and about["type"] == "Sequence" else [about] if about else []
-    levels = [step for step in steps if step["type"] == "ByteLevel"]
-    first = [step for step in steps if step["type"] != "ByteLevel"]
-    if len(levels) == 1 and steps[-1] is levels[0] and not levels[0].get("add_prefix_space") and len(first) <= 1:
-        cuts = levels[0].get("use_regex", True)
-        if not first and cuts:
+    kinds = [step["type"] for step in steps]
+    if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space"):
+        first, cuts = steps[0], steps[-1].get("use_regex", True)
+        if kinds == ["ByteLevel"] and cuts:
             return GPT2_PATTERN
-        if first and first[0]["type"] == "Digits" and first[0].get("individual_digits") and cuts:
+        if kinds == ["Digits", "ByteLevel"] and first.get("individual_digits") and cuts:
             return DIGITS_PATTERN
-        if first and first[0]["type"] == "Split" and "Regex" in first[0]["pattern"] and first[0]["behavior"] == "Isolated" and not first[0].get("invert") and not cuts:
-            pattern = first[0]["pattern"]["Regex"]
-            return pattern if pattern == portable(pattern) else refuse(path, "pre_tokenizer", pattern, "`$` and `{1,3}+` mean other things to other regex engines")
-    refuse(path, "pre_tokenizer", [step["type"] for step in steps], "not a way of cutting text that is known here (a Split by one regex or single Digits or nothing, "
-           "then ByteLevel without a leading space)")
+        if kinds == ["Split", "ByteLevel"] and first["behavior"] == "Isolated" and not first.get("invert") and not cuts:
+            pattern = first["pattern"].get("Regex", "$")
+            if pattern == portable(pattern):
+                return pattern
+            refuse(path, "pre_tokenizer", pattern, "`$`, `{1,3}+` and plain strings are not read: they mean other things to other regex engines")
+    refuse(path, "pre_tokenizer", kinds, "not a way of cutting text that is known here, which are ByteLevel alone, after single Digits, or after a "
+           "Split by one regex, without a leading space")
 
 
 def merged(piece, order):
@@ -344,8 +349,7 @@ def roles_of(folder, config, added, ranks):
     reserved = [name for name in added if re.search(r"reserved|unused", name)]
     roles = {}
     for role, ours in ("mask", MASK), ("pad", PAD):
-        theirs = given(role) if role != "pad" or ours not in special else ours
-        theirs = ours if ours in special else theirs
+        theirs = ours if ours in special else given(role)
         if theirs is None or theirs in (eos, *roles.values()):
             theirs = ours
             special[ours] = special.pop(reserved.pop(0)) if reserved else max(*special.values(), *ranks.values(), config["vocab_size"] - 1) + 1

@@ -324,6 +324,9 @@ def test_from_a_folder_to_an_encoder_and_back(tmp_path):
     assert "EuroBertForMaskedLM" in command("model.py", "export", tmp_path / "run" / "last.pt", tmp_path / "out")
     assert command("model.py", "fill", f"hf:{tmp_path / 'out'}", "the <|mask|> of <|mask|>") == guesses
     assert command("model.py", "sample", f"hf:{folder}", "the theme", "--tokens", 5).startswith("the theme")
+    long = [*run[:-1], tmp_path / "other", "--init_from", f"hf:{folder}"]
+    long[long.index("32")], long[long.index("4")] = "128", "1"
+    assert "reads at most 64 tokens" in command(*long, ok=False)
     make_tokenizer(folder, special=("<|endoftext|>", "<|im_start|>"), first=False)
     edit(folder / "config.json", eos_token_id=264)
     assert f"--tokenizer hf:{folder}" in command(*run[:-1], tmp_path / "other", "--init_from", f"hf:{folder}", ok=False)
