@@ -305,7 +305,7 @@ def read_tokenizer(folder):
     folder = Path(folder)
     path, (config, _) = folder / "tokenizer.json", read_config(folder)
     about = read_json(path)
-    model = about["model"]
+    model = about.get("model") or {"type": None}
     for field, wanted in {"type": "BPE", "byte_fallback": False, "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}.items():
         if (model.get(field, wanted) or None) != (wanted or None):
             refuse(path, f"model.{field}", model[field], f"only byte-level BPE is read, with {json.dumps(wanted)}")
