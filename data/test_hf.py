@@ -282,6 +282,25 @@ def test_special_ids_before_the_text_are_never_masked_or_drawn(tmp_path):
     assert len(set(drawn.tolist())) == 264
 
 
+def without(tmp_path, *gone):
+    """A folder whose vocabulary lacks these bytes."""
+    make_folder(tmp_path / "in")
+    path = tmp_path / "in" / "tokenizer.json"
+    model = json.loads(path.read_text())["model"]
+    kept = [name for name in model["vocab"] if name not in {spell(bytes([b])) for b in gone}]
+    edit(path, model={**model, "vocab": {name: i for i, name in enumerate(kept)}})
+    edit(tmp_path / "in" / "config.json", vocab_size=len(kept))
+    return tmp_path / "in"
+
+
+def test_bytes_without_an_id_are_named_and_left_out_before_the_merges(tmp_path, capsys):
+    tokenizer = read_tokenizer(without(tmp_path, 4, 0xF3))
+    assert "04 f3" in capsys.readouterr().err
+    assert tokenizer.encode("t\x04h 12").tolist() == [*tokenizer.encode("t"), *tokenizer.encode("h 12")]  # a control character is a piece of its own
+    assert tokenizer.encode(".\x04. \x04").tolist() == tokenizer.encode("..").tolist() + tokenizer.encode(" ").tolist()
+    assert tokenizer.decode(tokenizer.encode("the\x04 end")) == "the end" and len(tokenizer.encode("\x04")) == 0
+
+
 def test_patterns_mean_the_same_to_other_engines():
     ranks = {bytes([b]): b for b in range(256)}
     for pattern in (GPT2_PATTERN, GPT4_PATTERN):
@@ -368,7 +387,12 @@ def test_transformers_gives_the_same_ids(tmp_path, pattern):
     letters = list("them is o1234\n\t  中é🙂'sLL.½\u00a0")
     for text in [TEXT] + ["".join(rng.choice(letters, 60)) for _ in range(300)]:
         assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist(), text
-    if pattern:
+    if not pattern:
+        folder = without(tmp_path, 4, 0xF3, 0xA0)
+        ours, theirs = read_tokenizer(folder), loaded(folder, "AutoTokenizer")
+        for text in ("".join(rng.choice([*letters, "\x04", "\x04", "\U000e0067"], 30)) for _ in range(300)):
+            assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist(), text
+    else:
         assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id) == (ours.eos, ours.pad, ours.mask)
         assert theirs.encode("the<|mask|>") == [*ours.encode("the"), ours.mask]
 

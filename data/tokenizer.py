@@ -69,7 +69,11 @@ class Tokenizer:
         """str -> uint32 array of ordinary ids. Releases the GIL, so threads run in parallel."""
         parts = [self._bpe.encode_to_numpy(part, disallowed_special=()) for part in cut_white(text)]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return ids[ids < 2**31] if self.missing else ids
+        if self.missing and (ids >= 2**31).any():  # as transformers does it: bytes without an id go before the merges, and their neighbours meet
+            import regex  # comes with tiktoken
+            pieces = (piece.encode().translate(None, bytes(self.missing)) for piece in regex.findall(self.pattern.replace(r"\z", r"\Z"), text))
+            ids = np.array([i for piece in pieces if piece for i in self._bpe._encode_single_piece(piece)], np.uint32)
+        return ids
 
     def decode(self, ids):
         return self._bpe.decode([int(i) for i in ids if int(i) in self._known])
