@@ -25,7 +25,7 @@ SHAPE = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, intermediate_size=768
 def corpus(vocab_size, n_tokens):
     """A token file of random documents of 10 to 400 tokens."""
     class tokenizer:
-        name, hash, pad, mask = "random", "", vocab_size - 2, vocab_size - 1
+        name, hash, first, pad, mask = "random", "", 0, vocab_size - 2, vocab_size - 1
         eos = n_ordinary = vocab_size - 3
     tokenizer.vocab_size = vocab_size
     rng = np.random.default_rng(0)
