@@ -376,7 +376,7 @@ def laid_out(*tensors):
                 and x.data_ptr() % 16 == 0)
     if all(map(good, tensors)) and len({x.stride(0) for x in tensors}) == 1:
         return tensors
-    return tuple(x.contiguous() for x in tensors)
+    return tuple(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
 @torch.library.custom_op("encoder::attention_forward", mutates_args=())
