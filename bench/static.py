@@ -16,7 +16,7 @@ over blocks, which is where the time goes:
                   TFLOP/s = 790 (a large bf16 matrix product on an H100) x mma / cycles, of the products that the kernel makes
 A prediction, not a measurement: 790 and 0.79 are from published speeds, the latter from the best kernels' distance to what the model says of them.
 """
-import json, os, re, subprocess, tempfile
+import contextlib, io, json, os, re, subprocess, tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass
 from unittest import mock
@@ -277,7 +277,8 @@ def examine(form, target, launch, D, causal, dtype):
     block_m, block_n, warps = (constants[key] for key in ("BLOCK_M", "BLOCK_N", "num_warps"))
     row = dict(form=form, target=target, kernel=name, head_dim=D, causal=causal, tile=(block_m, block_n, warps, constants["num_stages"]))
     try:
-        binary = compiled(kernel, args, constants, target)
+        with contextlib.redirect_stdout(io.StringIO()):  # the compiler prints all its input where it fails
+            binary = compiled(kernel, args, constants, target)
     except Exception as problem:
         return row | dict(error=f"{type(problem).__name__}: {(str(problem).strip() or '-').splitlines()[0][:100]}")
     facts, shared = read(*disassembled(binary)), binary.metadata.shared
