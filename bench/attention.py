@@ -340,7 +340,7 @@ def main():
     contenders = args.contenders or [name for name in CONTENDERS if not (args.quick and name in ("math", "efficient"))]
     head_dims = args.head_dim or ([64, 128] if args.quick else [64, 96, 128])
     if not gpu:
-        groups = [(D, causal, [dense(64, 128, D, causal)._replace(heads=2, kv_heads=2), packed("short", 500, D, causal, 2)]) for D in head_dims for causal in (False, True)]
+        groups = [(D, causal, [dense(64, 64, D, causal)._replace(heads=1, kv_heads=1), packed("short", 200, D, causal, 1)]) for D in head_dims for causal in (False, True)]
     else:
         lengths = (1024, 8192) if args.quick else (512, 1024, 2048, 4096, 8192, 16384)
         groups = [(D, causal, [dense(T, 16384, D, causal) for T in lengths]) for D in head_dims for causal in (False, True)]
