@@ -358,7 +358,7 @@ def load_checkpoint(path, needed=("model", "config", "tokenizer", "settings")):
         from data.hf import read_folder
         state = read_folder(str(path)[3:])
     elif not os.path.isfile(path):
-        raise SystemExit(f"{path}: no such checkpoint" + (f"; a Hugging Face folder is given as hf:{path}" if os.path.isdir(path) else ""))
+        raise SystemExit(f"{path}: no such checkpoint" + (f", it is a folder: give the last.pt in it, or hf:{path} if it is Hugging Face's" if os.path.isdir(path) else ""))
     try:
         state = state if str(path).startswith("hf:") else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = [key for key in needed if key not in state]

@@ -54,7 +54,7 @@ class Settings:
     beta2: float = setting(0.95, "AdamW's")
     adam_eps: float = setting(1e-5, "AdamW's")
     grad_clip: float = setting(1.0, "greatest gradient norm; 0: no clipping")
-    eval_interval: int = setting(None, "steps between evaluations, each with a last.pt (default: a tenth of max_iters, at most 1,000)", int)
+    eval_interval: int = setting(None, "steps between evaluations, each with a last.pt (default: a tenth of max_iters, from 10 to 1,000)", int)
     eval_tokens: int = setting(65536, "validation tokens an evaluation reads; 0: all")
     save_interval: int = setting(0, "steps between checkpoints that are kept, step_N.pt, from step 0 on; 0: none")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
@@ -69,8 +69,8 @@ class Settings:
 
 
 # What a resumed run may change: where and how it runs, what it reports, and how long it goes on.
-FREE_AT_RESUME = {"dataset", "init_optimizer", "batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "eval_tokens", "save_interval", "log_interval", "out_dir",
-                  "init_from", "device", "dtype", "compile", "attention"}
+FREE_AT_RESUME = {"dataset", "init_optimizer", "batch_size", "max_iters", "warmup_iters", "decay_iters", "eval_interval", "save_interval",
+                  "log_interval", "out_dir", "init_from", "device", "dtype", "compile", "attention"}
 
 
 def parse(settings, argv):
@@ -92,10 +92,12 @@ def parse(settings, argv):
     fields = {field.name: field for field in dataclasses.fields(settings)}
     for name, field in fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
-        parser.add_argument(f"--{name}", metavar=field.metadata["kind"].__name__, help=field.metadata["help"] + default)
+        kind = field.metadata["kind"]
+        more = dict(nargs="?", const="true", metavar="true|false") if kind is bool else dict(metavar=kind.__name__)
+        parser.add_argument(f"--{name}", help=field.metadata["help"] + default, **more)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), fields, 1, 0.3)
+        near = difflib.get_close_matches(unknown[0].split("=")[0].lstrip("-"), fields, 1, 0.6)
         raise SystemExit(f"{unknown[0]}: no such setting" + (f"; did you mean --{near[0]}?" if near else "; --help lists them"))
     values = {}
     for name, text in vars(given).items():
@@ -156,7 +158,7 @@ def adapt(s, device, world):
     s.learning_rate = default(s.learning_rate, 1.5e-3 if s.size == "mini" else 5e-4)
     s.warmup_iters = default(s.warmup_iters, max(0, min(2000, s.max_iters // 20, s.max_iters - (s.decay_iters or 0))))
     s.decay_iters = default(s.decay_iters, max(0, min(2000, s.max_iters // 4, s.max_iters - s.warmup_iters)))
-    s.eval_interval = default(s.eval_interval, max(1, min(1000, s.max_iters // 10)))
+    s.eval_interval = default(s.eval_interval, max(10, min(1000, s.max_iters // 10)))
 
 
 def check(s, world):
@@ -283,7 +285,7 @@ class Team:
             except SystemExit as end:
                 box[1] = end.code
             except OSError as problem:
-                box[1] = f"{problem.filename}: {problem.strerror}"
+                box[1] = str(problem)
         if self.world > 1:
             dist.broadcast_object_list(box, 0, device=torch.device("cpu"))
         if box[1] is not None:
@@ -384,13 +386,14 @@ def print_plan(s, team, device, dtype, attention, compiled, train, val, config, 
     blocks, embedding, head = count_parameters(config)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
     micro = s.batch_size * s.block_size
+    scored = 1 if any(name == "clm" for name, _, _ in phases) else s.mask_ratio
     tokens = s.max_iters * s.tokens_per_iter
     mixed = "".join(f"\n        {weight:.1%} of the rows from {name}, {source.n_tokens:,} tokens, {weight * tokens / source.n_tokens:.2g} times"
                     for name, weight, source in zip(train.names, train.weights, train.sources)) if isinstance(train, Mixture) else ""
     print(f"""device  {machine}, {team.world} process{'es' * (team.world > 1)}; {str(dtype)[6:]}; {attention}; {'torch.compile' if compiled else 'not compiled'}
 model   {s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {f'{head / 1e6:.1f}M' if head else 'tied to it'}
 data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer}){mixed}
-step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; about {training_bytes(config, micro, s.block_size, s.mask_ratio, dtype.itemsize) / 1e9:.1f} GB a process
+step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; at least {training_bytes(config, micro, s.block_size, scored, dtype.itemsize) / 1e9:.1f} GB a process
 run     {s.max_iters:,} steps, {tokens / 1e6:,.1f}M tokens, {tokens / train.n_tokens:.2g} times the data{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down
 phases  {', '.join(f"{name} {first:,} - {after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases)}
 output  {out_dir}""", flush=True)
@@ -424,11 +427,14 @@ def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, w
             chances = (states @ model.head_weight[tokenizer.first:tokenizer.first + tokenizer.n_ordinary].t()).float().softmax(-1)
         for n, place in enumerate(places):
             pieces[place] = f" ({n + 1})"
-        print('  "' + "".join(pieces).replace("\n", " ") + '"')
+        print('  "' + re.sub(r"[\x00-\x1f\x7f]+", " ", "".join(pieces)) + '"')
         for n, (place, row) in enumerate(zip(places, chances)):
             top = row.topk(4)
-            guesses = ", ".join(f"{tokenizer.decode([tokenizer.first + i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
+            guesses = ", ".join(f"{tokenizer.decode([tokenizer.first + i]).strip()!r} {chance:.0%}"
+                                for chance, i in zip(top.values.tolist(), top.indices.tolist()))
             print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():14} guesses: {guesses}")
+    if shown == 0:
+        print("no held-out sentence of words between spaces to show")
 
 
 def plot(out_dir):
@@ -439,7 +445,7 @@ def plot(out_dir):
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_log(out_dir / "metrics.jsonl")
     figure, axis = plt.subplots(figsize=(8, 5))
     for key, look in {"loss": dict(color="0.75", label="training loss"), "val_loss_clm": dict(marker="o"), "val_loss_mlm": dict(marker="o")}.items():
         points = [(line["iter"], line[key]) for line in lines if key in line]
@@ -518,6 +524,15 @@ def starting_point(given, team):
     return s, out_dir, state
 
 
+def read_log(path):
+    """The lines of a metrics.jsonl as dicts; one that was cut off when the process was killed is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
+
+
 class Output:
     """The folder of a run: metrics.jsonl and the checkpoints. Only the first process writes; an error there ends all."""
 
@@ -526,14 +541,8 @@ class Output:
         self.path = folder / "metrics.jsonl"
 
     def entries(self):
-        """The lines of the log as dicts; one that was cut off when the process was killed is left out."""
-        def read():
-            lines = []
-            for line in self.path.read_text().splitlines() if self.path.exists() else []:
-                with contextlib.suppress(json.JSONDecodeError):
-                    lines.append(json.loads(line))
-            return lines
-        return self.team.share(read)
+        """The lines of the log as dicts."""
+        return self.team.share(lambda: read_log(self.path))
 
     def open(self, iteration, evaluates):
         """Begins to write. Of a log that is there, the lines go that a resumed run writes again."""
@@ -548,8 +557,14 @@ class Output:
                 raise SystemExit(f"--out_dir {self.folder}: another run is writing there; take another folder")
             if len(kept) < len(lines):
                 print(f"{self.path}: {len(lines) - len(kept)} lines from iteration {iteration} on are dropped, since that part runs again")
-                self.log.truncate(0)
-                self.log.write("".join(json.dumps(line) + "\n" for line in kept))
+            text = "".join(json.dumps(line) + "\n" for line in kept)
+            if text != self.path.read_text():  # such lines, or one that was cut off
+                part = self.folder / "metrics.tmp"
+                part.write_text(text)
+                new = open(part, "a", buffering=1)
+                lock(new)
+                os.replace(part, self.path)
+                self.log = new
         self.team.share(begin)
         return kept
 
@@ -593,13 +608,13 @@ def main(argv):
     goal = f"val_loss_{phases[-1][0]}"  # best.pt is its minimum
     if iteration == s.max_iters and any(goal in entry and entry["iter"] == iteration for entry in output.entries()):
         if team.first:
-            print(f"{out_dir}: finished, at iteration {iteration:,} of {s.max_iters:,}; no step to take. "
-                  f"--init_from resume with a larger --max_iters goes on")
+            print(f"{out_dir}: finished, at iteration {iteration:,} of {s.max_iters:,}; no step to take. To go on with a larger --max_iters, "
+                  f"back at the rate of the plateau: --init_from resume; from a step_N.pt of the plateau: --init_from PATH")
         return
 
     # data
     train, val, tokenizer = open_dataset(s, team)
-    data = {"tokenizer_hash": train.tokenizer_hash, "digest": train.digest, "seed": s.seed, "block_size": s.block_size}
+    data = {"tokenizer_hash": train.tokenizer_hash, "digest": train.digest, "val_digest": val.digest, "seed": s.seed, "block_size": s.block_size}
     first_row = 0
     if state:
         if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
@@ -738,7 +753,8 @@ def main(argv):
         if team.first:
             print(f"stopped at iteration {iteration:,}; {out_dir / 'last.pt'} is saved. "
                   f"To go on: the same command with --init_from resume --out_dir {out_dir}")
-    elif team.first:
+        raise SystemExit(128 + (signals or [signal.SIGTERM])[0])  # as a shell counts it: what follows with && does not run
+    if team.first:
         raw.eval()
         show_guesses(raw, tokenizer, val, phases[-1][0] == "clm", device, autocast)
         print(f"weights: {out_dir / 'last.pt'} (iteration {iteration:,}), {out_dir / 'best.pt'} ({goal} {best:.4f})")
@@ -754,6 +770,8 @@ if __name__ == "__main__":
                 print(f"error: {end.code}", file=sys.stderr)
             end.code = 1
         raise
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted before the first step") from None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

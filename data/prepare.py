@@ -5,7 +5,7 @@ The prepare.py of each corpus yields documents and calls `write_dataset`, which 
 depend on the number of cores, memory does not grow with the corpus, and train.bin gets its name last: a folder that
 holds it is complete.
 """
-import bz2, gzip, hashlib, io, json, lzma, os, sys
+import bz2, gzip, hashlib, io, json, lzma, os, signal, sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +22,15 @@ DATA = Path(__file__).parent
 def dataset_folder(dataset):
     """--dataset: the name of a folder under data/, or the path of any folder."""
     return DATA / dataset if "/" not in dataset and ((DATA / dataset).exists() or not Path(dataset).exists()) else Path(dataset)
+
+
+def run(main):
+    """A prepare script's main, from the command line: Ctrl-C and SIGTERM end it in one line and leave no half-written file."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; nothing was kept") from None
 
 
 def cores():
@@ -98,10 +107,8 @@ def write_dataset(folder, tokenizer, documents, total, workers=None):
     return out
 
 
-def read_documents(path):
-    """(document, bytes of the file read so far) of a .txt file (one, or pieces of about PIECE characters cut at blank lines) or a .jsonl file (its
-    field `text`), either of them compressed (.gz, .bz2, .xz; .zst from Python 3.14 on)."""
-    path = Path(path)
+def kind_of(path):
+    """(".txt" or ".jsonl", the function that opens its compression) by the name of a file."""
     kind, packing = path.suffix, None
     if kind in (".gz", ".bz2", ".xz", ".zst"):
         kind, packing = Path(path.stem).suffix, kind
@@ -115,10 +122,18 @@ def read_documents(path):
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise SystemExit(f"{path}: Python {version} reads no zst (3.14 does); unpack it with zstd -d") from None
         openers[".zst"] = zstd.open
+    return kind, openers[packing]
+
+
+def read_documents(path):
+    """(document, bytes of the file read so far) of a .txt file (one, or pieces of about PIECE characters cut at blank lines) or a .jsonl file (its
+    field `text`), either of them compressed (.gz, .bz2, .xz; .zst from Python 3.14 on)."""
+    path = Path(path)
+    kind, opened = kind_of(path)
     n_lines = 0
     try:
         with open(path, "rb") as raw:
-            text = io.TextIOWrapper(openers[packing](raw), encoding="utf-8")
+            text = io.TextIOWrapper(opened(raw), encoding="utf-8")
             lines, size = [], 0
             while line := text.readline(-1 if kind == ".jsonl" else 4 * PIECE):
                 n_lines += 1

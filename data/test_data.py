@@ -353,6 +353,19 @@ def test_a_dataset_is_never_overwritten(tmp_path, monkeypatch):
     run_prepare(monkeypatch, tmp_path, tmp_path / "corpus.jsonl", "--name", "x", "--tokenizer", "train:300")
     with pytest.raises(SystemExit, match="already holds a dataset"):
         run_prepare(monkeypatch, tmp_path, tmp_path / "corpus.jsonl", "--name", "x", "--tokenizer", "train:300")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/prepare.py").touch()
+    for name in ("code", "a/b", "..", ""):
+        with pytest.raises(SystemExit, match="no folder of this program"):
+            run_prepare(monkeypatch, tmp_path, tmp_path / "corpus.jsonl", "--name", name, "--tokenizer", "train:300")
+
+
+def test_every_file_is_looked_at_before_the_first_is_read(tmp_path, monkeypatch):
+    corpus(tmp_path)
+    (tmp_path / "table.csv").touch()
+    monkeypatch.setattr(text_prepare, "read_documents", None)
+    with pytest.raises(SystemExit, match="table.csv: neither"):
+        run_prepare(monkeypatch, tmp_path, tmp_path / "corpus.jsonl", tmp_path / "table.csv", "--name", "x", "--tokenizer", "train:300")
 
 
 def test_lone_surrogates_and_crlf(tmp_path):

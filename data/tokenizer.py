@@ -106,11 +106,14 @@ class Tokenizer:
 
 
 def load_tokenizer(spec):
-    """A published name, the path of a tiktoken rank file or of a bpe.json, or hf: and a Hugging Face folder."""
+    """A published name, the path of a tiktoken rank file, of a bpe.json or of a checkpoint, or hf: and a Hugging Face folder."""
     if str(spec).startswith("hf:"):
         from data.hf import read_tokenizer
         return read_tokenizer(str(spec)[3:])
     path = Path(spec)
+    if path.suffix == ".pt":
+        from model import load_checkpoint
+        return Tokenizer.from_dict(load_checkpoint(path, ("tokenizer",))["tokenizer"])
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         try:

@@ -272,7 +272,7 @@ def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr
 # each fits the card's shared memory (bench/attention.py --static shows it). 64 stands for 16 and 32 too, 96 for 48 and 80.
 TILES = {
     ("forward", 64):      {"sm_80": (64, 64, 4, 3), "sm_86": (64, 64, 4, 3), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
-    ("forward", 96):      {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
+    ("forward", 96):      {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("forward", 128):     {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (128, 128, 8, 2), "gfx942": (64, 64, 4, 1)},
     ("backward_q", 64):   {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("backward_q", 96):   {"sm_80": (32, 32, 4, 2), "sm_86": (32, 32, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},

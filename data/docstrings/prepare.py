@@ -8,13 +8,13 @@ requirements.txt brings. Of each documentation string the paragraphs of prose st
 A document is what is left of one string. A module goes to validation as a whole, and what validation shares with train, to the
 letter or nearly so, is taken out of it. Which versions are installed decides the exact size: about 7 MB, 1.7 million tokens.
 """
-import ast, inspect, multiprocessing, re, sys, sysconfig, warnings
+import ast, inspect, multiprocessing, re, signal, sys, sysconfig, warnings
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.prepare import DATA, cores, fraction, progress, write_dataset
+from data.prepare import DATA, cores, fraction, progress, run, write_dataset
 from data.tokenizer import train_tokenizer
 from data.tokens import TokenFile
 
@@ -86,7 +86,7 @@ def read_corpus():
     corpus, seen = [], set()
     modules, paths = zip(*source_files())
     sizes = [path.stat().st_size for path in paths]
-    with multiprocessing.Pool(cores()) as pool, progress(sum(sizes), "reading documentation") as bar:
+    with multiprocessing.Pool(cores(), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool, progress(sum(sizes), "reading documentation") as bar:
         for module, size, strings in zip(modules, sizes, pool.imap(read_file, paths, chunksize=16)):
             bar.update(size)
             for text in strings:
@@ -132,4 +132,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.prepare import cores, dataset_folder, fraction, progress, tokenize
+from data.prepare import cores, dataset_folder, fraction, progress, run, tokenize
 from data.tokenizer import load_tokenizer
 from data.tokens import TokenFile, TokenWriter, open_split
 
@@ -242,4 +242,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

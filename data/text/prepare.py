@@ -8,11 +8,11 @@ FILES are .jsonl (one object with a `text` field a line: a document) or .txt (a 
 blank lines into documents of about that size), as they are or compressed. A document goes to validation by a hash of its text, so
 equal texts never stand in both splits. Empty documents are left out and counted.
 """
-import argparse, sys
+import argparse, re, sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.prepare import DATA, cores, fraction, progress, read_documents, write_dataset
+from data.prepare import DATA, cores, fraction, kind_of, progress, read_documents, run, write_dataset
 from data.tokenizer import load_tokenizer, train_tokenizer
 
 SAMPLE = 200_000_000  # bytes of text that a tokenizer is trained on, drawn evenly from a larger corpus
@@ -28,11 +28,15 @@ def main():
     parser.add_argument("--workers", type=int, default=cores(), help="threads that tokenize; the result does not depend on it")
     args = parser.parse_args()
     folder, files = DATA / args.name, [Path(file) for file in args.files]
+    if not re.fullmatch(r"\w[\w.-]*", args.name) or (folder / "prepare.py").exists() or args.name == "__pycache__":
+        raise SystemExit(f"--name {args.name}: give a name of letters, digits, '.', '-' and '_' that is no folder of this program")
     if (folder / "train.bin").exists():
-        raise SystemExit(f"--name {args.name}: {folder} already holds a dataset; take another name or delete that folder")
+        raise SystemExit(f"--name {args.name}: {folder} already holds a dataset; take another name, or delete its train.bin, val.bin "
+                         f"and bpe.json")
     for file in files:
         if not file.is_file():
-            raise SystemExit(f"{file}: no such file")
+            raise SystemExit(f"{file}: {'a folder; give its files' if file.is_dir() else 'no such file'}")
+        kind_of(file)
     total = sum(file.stat().st_size for file in files)
     share = args.val_fraction if args.val_fraction is not None else min(0.1, max(0.005, VALIDATION / max(total, 1)))
     if not 0 < share < 1:
@@ -80,4 +84,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
