@@ -446,6 +446,8 @@ def main(argv):
     args = parser.parse_args(argv)
     state = load_checkpoint(args.checkpoint, ("model", "config", "tokenizer", "settings"))
     causal = is_causal(state)
+    if "family" in state and args.command in ("fill", "sample"):
+        raise SystemExit(f"{args.checkpoint}: fine-tuned ({state['family']}), so it has no head over the vocabulary; give a pretrained checkpoint")
     if args.command == "info":
         info(state, args.checkpoint)
     elif args.command == "export":

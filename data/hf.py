@@ -158,16 +158,19 @@ def is_causal(state):
 def write_folder(state, folder, causal):
     """The model and tokenizer of a checkpoint as a folder that transformers loads, in fp32: as EuroBertForMaskedLM, or, causal, as LlamaForCausalLM.
 
-    A fine-tuned checkpoint names its `family`: "ir" adds what sentence-transformers reads; "tc" becomes a EuroBertForTokenClassification with
-    `head` {weight (labels, C), bias (labels,)} and `labels`; for "sc" and "qa" transformers has no class with our head. Returns the class."""
+    Fine-tuned models: TC becomes a EuroBertForTokenClassification, IR a EuroBertModel with what sentence-transformers reads; for the heads of SC
+    and QA transformers has no class. Their tokenizer ends a text with <|eos|>, as fine-tuning does. Returns the name of the class."""
     _, save_file, _ = packages()
     folder, config, tokenizer, family = Path(folder), state["config"], Tokenizer.from_dict(state["tokenizer"]), state.get("family")
-    if family in ("sc", "qa"):
-        what = "mean pooling and one linear layer on a EuroBERT" if family == "sc" else "start and end logits on a EuroBERT"
+    if family in ("SC", "QA"):
+        what = "one linear layer on the pooled states of a EuroBERT" if family == "SC" else "start and end logits on a EuroBERT"
         raise SystemExit(f"{folder}: not written; transformers has no class with this model's head ({what}). Export the pretrained checkpoint instead")
-    if family and causal:
-        raise SystemExit(f"{folder}: not written; a fine-tuned model looks both ways, so --causal true does not fit it")
-    name = "LlamaForCausalLM" if causal else "EuroBertForTokenClassification" if family == "tc" else "EuroBertForMaskedLM"
+    weights = state["model"]
+    if family:
+        if causal or state["settings"].get("causal"):
+            raise SystemExit(f"{folder}: not written; transformers has no fine-tuned model of this architecture that looks back only")
+        config, weights = {**config, "tie_embeddings": True}, {name.removeprefix("encoder."): tensor for name, tensor in weights.items()}
+    name = "LlamaForCausalLM" if causal else {None: "EuroBertForMaskedLM", "TC": "EuroBertForTokenClassification", "IR": "EuroBertModel"}[family]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SystemExit(f"{folder}: there already; give a new folder")
     part = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
@@ -180,14 +183,14 @@ def write_folder(state, folder, causal):
              "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}, "attention_bias": False, "mlp_bias": False,
              "attention_dropout": 0.0, "tie_word_embeddings": config["tie_embeddings"], "initializer_range": 0.02, "dtype": "float32",
              "bos_token_id": None, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad, **({} if causal else {"mask_token_id": tokenizer.mask})}
-    if family == "tc":
+    if family == "TC":
         about |= {"id2label": dict(enumerate(state["labels"])), "label2id": {label: i for i, label in enumerate(state["labels"])}}
     try:
         shards, size = [{}], 0
-        tensors = {part: tensor for ours, (parts, rows, _) in layout(config).items() if family != "tc" or ours != "head.weight"
-                   for part, tensor in zip((f"{part}.weight" for part in parts), state["model"][ours].float().split(rows))}
-        if family == "tc":
-            tensors |= {f"classifier.{part}": tensor.float() for part, tensor in state["head"].items()}
+        tensors = {part: tensor for ours, (parts, rows, _) in layout(config).items()
+                   for part, tensor in zip((f"{part}.weight" for part in parts), weights[ours].float().split(rows))}
+        if family == "TC":
+            tensors |= {f"classifier.{part}": weights[f"head.{part}"].float() for part in ("weight", "bias")}
         for part_name, tensor in tensors.items():
             if size  + 4 * tensor.numel() > SHARD_BYTES and shards[-1]:
                 shards, size = shards + [{}], 0
@@ -201,9 +204,9 @@ def write_folder(state, folder, causal):
             total = sum(4 * tensor.numel() for tensor in tensors.values())
             write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
         write_json(part / "config.json", about)
-        write_tokenizer(tokenizer, part, config["block_size"])
-        if family == "ir":
-            write_pooling(part, config["n_embd"], config["block_size"])
+        write_tokenizer(tokenizer, part, config["block_size"], ends=family is not None)
+        if family == "IR":
+            write_pooling(part, config["n_embd"], config["block_size"], state["settings"].get("pooling", "mean"))
         if folder.exists():
             folder.rmdir()
         part.rename(folder)
@@ -214,14 +217,16 @@ def write_folder(state, folder, causal):
     return name
 
 
-def write_pooling(folder, width, block_size):
-    """What sentence-transformers reads beside the model: the mean over tokens, brought to length 1, and the prefixes of queries and documents."""
+def write_pooling(folder, width, block_size, pooling):
+    """What sentence-transformers reads beside the model: the mean, first or last of the tokens' states, brought to length 1, and the prefixes of queries and documents."""
     kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
     write_json(folder / "modules.json", [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
                                          for i, (kind, path) in enumerate(kinds)])
     (folder / "1_Pooling").mkdir()
     (folder / "2_Normalize").mkdir()
-    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False})
+    write_json(folder / "1_Pooling" / "config.json", {
+        "word_embedding_dimension": width, "pooling_mode_mean_tokens": pooling == "mean", "pooling_mode_cls_token": pooling == "first",
+        "pooling_mode_lasttoken": pooling == "last"})
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": block_size, "do_lower_case": False})
     write_json(folder / "config_sentence_transformers.json", {"prompts": {"query": "Query: ", "document": "Document: "}, "similarity_fn_name": "cosine"})
 
@@ -359,8 +364,8 @@ def roles_of(folder, config, added, ranks):
     return special, (eos, roles["pad"], roles["mask"])
 
 
-def write_tokenizer(tokenizer, folder, block_size):
-    """tokenizer.json and tokenizer_config.json, with the same ids."""
+def write_tokenizer(tokenizer, folder, block_size, ends=False):
+    """tokenizer.json and tokenizer_config.json, with the same ids; ends: a text is closed by <|eos|>."""
     ranks, spell = tokenizer.ranks, lambda piece: "".join(LETTER[byte] for byte in piece)
     merges = []
     for piece in sorted(ranks, key=ranks.get):
@@ -369,13 +374,16 @@ def write_tokenizer(tokenizer, folder, block_size):
     token = lambda name, i: {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
+    eos, pad, mask = tokenizer.roles
+    end = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": eos, "type_id": 0}}]
+    both = [*end, {"Sequence": {"id": "B", "type_id": 0}}, end[1]]
+    closing = {"type": "TemplateProcessing", "single": end, "pair": both, "special_tokens": {eos: {"id": eos, "ids": [tokenizer.eos], "tokens": [eos]}}}
     special = dict(sorted(tokenizer.special.items(), key=lambda item: item[1]))
     write_json(folder / "tokenizer.json", {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [token(*item) for item in special.items()], "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": None, "decoder": level,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]}, "post_processor": closing if ends else None, "decoder": level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
                   "byte_fallback": False, "ignore_merges": True, "vocab": {spell(piece): i for piece, i in ranks.items()} | special, "merges": merges}})
-    eos, pad, mask = tokenizer.roles
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, "pad_token": pad, "mask_token": mask, "model_max_length": block_size,
         "clean_up_tokenization_spaces": False, "model_input_names": ["input_ids", "attention_mask"]})

@@ -397,35 +397,46 @@ def test_transformers_gives_the_same_ids(tmp_path, pattern):
         assert theirs.encode("the<|mask|>") == [*ours.encode("the"), ours.mask]
 
 
-@pytest.mark.parametrize("family", ["sc", "qa"])
-def test_heads_that_transformers_has_no_class_for_are_refused(tmp_path, family):
+def tuned(state, family, outputs=None, **more):
+    """A checkpoint as finetune.py saves it."""
+    weights = {f"encoder.{name}": tensor for name, tensor in state["model"].items() if name != "head.weight"}
+    head = {"head.weight": torch.randn(outputs, 32), "head.bias": torch.randn(outputs)} if outputs else {}
+    return {**state, "model": weights | head, "family": family, "settings": {"pooling": "mean", "causal": False, **more}}
+
+
+@pytest.mark.parametrize("family, more", [("SC", {}), ("QA", {}), ("IR", {"causal": True})])
+def test_models_that_transformers_has_no_class_for_are_refused(tmp_path, family, more):
     with pytest.raises(SystemExit) as end:
-        write_folder({**read_folder(make_folder(tmp_path / "in")), "family": family}, tmp_path / "out", False)
-    refused(end, "transformers has no class")
+        write_folder(tuned(read_folder(make_folder(tmp_path / "in")), family, 2, **more), tmp_path / "out", False)
+    refused(end, "transformers has no")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_token_classifier_is_exported_whole(tmp_path):
     state = read_folder(make_folder(tmp_path / "in"))
-    head = {"weight": torch.randn(3, 32), "bias": torch.randn(3)}
-    assert write_folder({**state, "family": "tc", "labels": ["O", "B-PER", "I-PER"], "head": head}, tmp_path / "out", False) == "EuroBertForTokenClassification"
+    model, own = from_checkpoint(state).eval(), tuned(state, "TC", 3)
+    assert write_folder({**own, "labels": ["O", "B-PER", "I-PER"]}, tmp_path / "out", False) == "EuroBertForTokenClassification"
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(weights["classifier.weight"], own["model"]["head.weight"]) and "lm_head.weight" not in weights
     theirs = loaded(tmp_path / "out", "AutoModelForTokenClassification").eval()
     assert theirs.config.id2label == {0: "O", 1: "B-PER", 2: "I-PER"}
     ids = torch.arange(2, 40)[None]
     with torch.no_grad():
-        ours = from_checkpoint(state).eval()(ids) @ head["weight"].t() + head["bias"]
+        ours = model(ids) @ own["model"]["head.weight"].t() + own["model"]["head.bias"]
         assert (theirs(ids).logits - ours).abs().max() < 1e-4
 
 
-def test_sentence_transformers_gives_the_same_embeddings(tmp_path):
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_sentence_transformers_gives_the_same_embeddings(tmp_path, pooling):
     sentence_transformers = pytest.importorskip("sentence_transformers", reason="compares with sentence-transformers: pip install sentence-transformers")
-    state = {**read_folder(make_folder(tmp_path / "in")), "family": "ir"}
-    write_folder(state, tmp_path / "out", False)
+    state = read_folder(make_folder(tmp_path / "in"))
+    write_folder(tuned(state, "IR", pooling=pooling), tmp_path / "out", False)
     tokenizer, model = Tokenizer.from_dict(state["tokenizer"]), from_checkpoint(state).eval()
     texts = ["the theme of 12", "it is the end  of the other theme 🙂"]
     theirs = sentence_transformers.SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(texts, prompt_name="query")
     for text, vector in zip(texts, theirs):  # theirs come from one padded batch
-        ids = torch.from_numpy(tokenizer.encode("Query: " + text).astype(np.int64))[None]
+        ids = torch.tensor([[*tokenizer.encode("Query: " + text).tolist(), tokenizer.eos]])
         with torch.no_grad():
-            ours = torch.nn.functional.normalize(model(ids)[0].mean(0), dim=0)
+            hidden = model(ids)[0]
+            ours = torch.nn.functional.normalize({"mean": hidden.mean(0), "first": hidden[0], "last": hidden[-1]}[pooling], dim=0)
         assert np.abs(ours.numpy() - vector).max() < 1e-5
