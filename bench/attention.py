@@ -1,13 +1,14 @@
 """
 Speed of kernels/attention.py, forward and backward, against what PyTorch and flash-attn offer:
 
-    python bench/attention.py                                  on a GPU: head dimensions, lengths, causal or not, packed documents
-    python bench/attention.py --quick --json speed.json        in about a minute
-    python bench/attention.py --static --target sm_90 sm_100   without a GPU: what the compiler makes of the kernels (bench/static.py)
+    python bench/attention.py                                  # on a GPU
+    python bench/attention.py --quick --json speed.json        # in about a minute
+    python bench/attention.py --static --target sm_90 sm_100   # without one: what the compiler makes of the kernels (bench/static.py)
 
-Every contender gets the same tensors (tokens, heads, head_dim) and is first compared with float64; one that is wrong is not timed. Then all take turns,
-round after round, and what is shown is the median over rounds of the GPU's time. TFLOP/s count the products of real (query, key) pairs only: 4 x head_dim a
-pair and head forward, 10 x head_dim backward, so masked and padded pairs earn nothing. Launches are queued behind a pause, so that a slow CPU does not count.
+Every contender gets the same tensors (tokens, heads, head_dim) and is first compared with float64; one that is wrong is not timed.
+Then all take turns, round after round, and what is shown is the median over rounds of the GPU's time, +- half of the distance
+between the quartiles. TFLOP/s count the products of real (query, key) pairs only, 4 x head_dim a pair and head forward and
+10 x head_dim backward, so masked and padded pairs earn nothing. Launches are queued behind a pause: a slow CPU does not count.
 """
 import argparse, functools, importlib.util, json, sys, time
 from collections import namedtuple
@@ -30,7 +31,7 @@ def dense(T, tokens, D, causal):
 
 
 def packed(name, tokens, D, causal, heads=12):
-    """Documents of 10 to 2,048 tokens, in random order. "uniform": their lengths are; "short": the logarithms of their lengths are, half below 143."""
+    """Documents of 10 to 2,048 tokens. "uniform": so are their lengths; "short": so are the logarithms, half of them below 143."""
     rng, lengths = np.random.default_rng(0), []
     while sum(lengths) < tokens:
         length = rng.uniform(10, 2048) if name == "uniform" else np.exp(rng.uniform(np.log(10), np.log(2048)))
@@ -74,8 +75,7 @@ def tutorial(case, device, dtype):
 
 
 def sdpa(backend, case, device, dtype):
-    """Documents as rows of a batch; of unequal length, padded to the longest. Packing and unpacking is not part of the work of a batch that lives padded, but
-    here it is, since the others need none."""
+    """Documents as rows of a batch; of unequal length, padded to the longest, which is part of the time since the others need none."""
     n, T = len(case.lengths), max(case.lengths)
     equal = min(case.lengths) == T
     rows_bytes = n * T * case.heads * case.D * dtype.itemsize
@@ -156,7 +156,7 @@ CONTENDERS = {
 # what is right
 
 def exact(q, k, v, do, case, samples):
-    """[(document's rows, head, o, dq, dk, dv)] by the formula in float64, for documents and key heads in `samples`; a key head's query heads together."""
+    """[(rows, query heads, key head, o, dq, dk, dv)] by the formula in float64, for the (document, key head) in `samples`."""
     group, found = case.heads // case.kv_heads, []
     starts = [0, *np.cumsum(case.lengths)]
     for document, kv_head in samples:
@@ -218,7 +218,7 @@ def matmul_peak(device, dtype):
 
 
 def race(case, contenders, device, dtype, rounds):
-    """{contender: dict with fwd and bwd as (lower quartile, median, upper quartile) in TFLOP/s and errors, or with `out`, why it does not run}."""
+    """{contender: dict of errors, fwd and bwd, each (lower quartile, median, upper quartile) in TFLOP/s; or of `out`, why it is not timed}."""
     torch.manual_seed(0)
     T = sum(case.lengths)
     q, k, v = (torch.randn(T, heads, case.D, device=device, dtype=dtype, requires_grad=True) for heads in (case.heads, case.kv_heads, case.kv_heads))

@@ -1,9 +1,9 @@
 """
 The parts of bench/gpu.sh, each of which can be run alone:
 
-    python bench/gpu_checks.py correct                         kernels/attention.py against float64: head dimensions, packed, causal or not
-    python bench/gpu_checks.py step --objective mlm --attention triton --compile true     a pretraining step of the 210M model: tokens/s, MFU, memory
-    python bench/gpu_checks.py report FOLDER                   FOLDER/gpu.json and one table from what the parts left there
+    python bench/gpu_checks.py correct --dtype float16      # kernels/attention.py against float64
+    python bench/gpu_checks.py step --objective mlm --attention triton --compile true   # a step of the 210M model: tokens/s, MFU, GB
+    python bench/gpu_checks.py report FOLDER                # FOLDER/gpu.json and a table of what the parts left there
 """
 import argparse, functools, json, sys, time
 from pathlib import Path

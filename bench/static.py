@@ -1,21 +1,26 @@
 """
 What the compiler makes of the attention kernels, for GPUs that need not be there: `python bench/attention.py --static`.
 
-Each kernel is compiled as kernels/attention.py would launch it; registers, spills and instructions are read from the machine code. Of the loop
-over blocks, which is where the time goes:
+Each kernel is compiled as kernels/attention.py would launch it; registers, spills and instructions are read from the machine code. Of
+the loop over blocks, which is where the time goes:
 
-    a score       instructions of all threads / (BLOCK_M x BLOCK_N): what one query-key pair costs outside the matrix units
-    overlap       share of the exponentials that are issued while a matrix product is in flight (Hopper): after an HGMMA, before a wait for all
-    mma ... issue clock cycles that each unit of an H100 or H200 SM needs for one iteration of one thread block:
-                  mma     FLOPs of the HGMMA / 4096
-                  smem    bytes / 128: for each product a warpgroup reads a tile that the loop loads; tiles that stay are read once; what is loaded is written
-                  mufu    threads x exponentials / 16
-                  issue   warps x instructions that are no HGMMA / 4
-    predicted     latency = mma + softmax + 40, less what overlaps: overlap x min(softmax, one product), with softmax = max(1.15 issue, mufu) + 60
-                  best    = max(latency / blocks on an SM, mma, smem, mufu, issue)
-                  cycles  = the mean of best and of mma + softmax + 40: about half of what could be hidden is, in the kernels whose speeds are published
-                  TFLOP/s = 790 (a large bf16 matrix product on an H100) x mma / cycles, of the products that the kernel makes
-A prediction, not a measurement. Published for an H100: the tutorial 403 at head dimension 64 and 395 to 477 at 128, FlashAttention-3 497 and 648.
+    a score   instructions of all threads / (BLOCK_M x BLOCK_N): what one query-key pair costs
+    overlap   share of the exponentials that are issued while a matrix product is in flight (Hopper): after an HGMMA, before a wait for all
+    mma, smem, mufu, issue: clock cycles that these units of an H100 or H200 SM need for one iteration of one thread block
+              mma    FLOPs of the HGMMA / 4096
+              smem   bytes / 128: for each product a warpgroup reads a tile that the loop loads; tiles that stay are read once; what is
+                     loaded is written
+              mufu   threads x exponentials / 16
+              issue  warps x instructions that are no HGMMA / 4
+    TFLOP/s   predicted, 790 (a large bf16 matrix product on an H100) x mma / cycles, of the products that the kernel makes, with
+              softmax = max(1.15 issue, mufu) + 60
+              alone   = mma + softmax + 40
+              latency = alone - overlap x min(softmax, one product)
+              best    = max(latency / blocks on an SM, mma, smem, mufu, issue)
+              cycles  = (best + alone) / 2: about half of what could be hidden is, in the kernels whose speeds are published
+
+A prediction, not a measurement. Published for an H100: the tutorial 403 at head dimension 64 and 395 to 477 at 128, FlashAttention-3
+497 and 648.
 """
 import contextlib, io, json, os, re, subprocess, tempfile
 from collections import Counter
@@ -184,7 +189,7 @@ def inner_loops(code):
 
 
 def matrix_flops(name):
-    """FLOPs of an NVIDIA matrix instruction by its name, HGMMA.64x128x16... (of four warps) or HMMA.16816... (of one); 0 where the name does not say."""
+    """FLOPs of one warp by an instruction's name, HGMMA.64x128x16... (of four warps) or HMMA.16816...; 0 where it does not say."""
     if shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", name):
         return 2 * int(shape[1]) * int(shape[2]) * int(shape[3]) / 4
     if shape := re.match(r"HMMA\.16(8)(\d+)", name):
@@ -324,7 +329,8 @@ def main(targets, head_dims, dtype, group, path=None):
     """Prints the table and the line that sums it up; returns whether nothing spills and all fits."""
     if ours.INTERPRETED:
         raise SystemExit("--static: unset TRITON_INTERPRET, under which nothing is compiled")
-    print(f"Triton {triton.__version__}, {DTYPES[dtype]}, {group} query heads a key head; compiled, not run. sm_90: cycles of an iteration on an SM, and TFLOP/s predicted from them\n")
+    print(f"Triton {triton.__version__}, {DTYPES[dtype]}, {group} query heads a key head; compiled, not run. "
+          f"sm_90: cycles of an iteration on an SM, and TFLOP/s predicted from them\n")
     print(f"{'form':9}{'target':7}{'kernel':12}{'dim':>4} {'':7}{'tile':>7} {'':5} {'regs':>5}{'spills':>7}{'shared':>8} {'blocks':>6} {'loop':>6}{'a score':>8}{'matrix':>7}{'overlap':>9}"
           f"{'mma':>7}{'smem':>6}{'mufu':>6}{'issue':>6}{'TFLOP/s':>8}")
     rows = []
