@@ -1,5 +1,5 @@
 """What must stay true of corpora of many files, of mixtures, and of what is downloaded."""
-import hashlib, http.server, json, os, subprocess, sys, threading, time
+import fcntl, hashlib, http.server, json, os, subprocess, sys, threading, time
 from pathlib import Path
 
 import numpy as np
@@ -381,6 +381,14 @@ def test_a_download_killed_before_its_name_was_given(server, monkeypatch, tmp_pa
     shards(monkeypatch, tmp_path, 1)
     for name in ("edu_fineweb_val_000000.bin", "edu_fineweb_train_000001.bin"):
         assert (tmp_path / "d" / name).read_bytes() == server.files[name]
+
+
+def test_two_processes_do_not_fetch_one_file(server, monkeypatch, tmp_path):
+    (tmp_path / "d").mkdir()
+    with open(tmp_path / "d/edu_fineweb_val_000000.bin.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another process is fetching it"):
+            shards(monkeypatch, tmp_path, 1)
 
 
 def test_a_server_that_sends_something_else(server, monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ Files are fetched one by one; the same command goes on where it was stopped, and
 without network takes them from a folder: --from DIR. Either way validation stays what the first run made it: the published
 validation shard, or documents of the first parquet file, chosen by a hash of their text, which are left out of any later file.
 """
-import argparse, http.client, os, shutil, sys, time, urllib.error, urllib.request
+import argparse, fcntl, http.client, os, shutil, sys, time, urllib.error, urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,12 @@ def fetch(url, path, check):
                 free = shutil.disk_usage(path.parent).free
                 if total - have > free:
                     raise SystemExit(f"{path.parent}: {free / 1e9:.1f} GB free, {path.name} needs {(total - have) / 1e9:.1f} GB more; make room and start again")
-                with open(part, "ab" if have else "wb") as file, progress(total, path.name, initial=have) as bar:
+                with open(part, "ab") as file, progress(total, path.name, initial=have) as bar:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise SystemExit(f"{part}: another process is fetching it; wait for that one, or stop it") from None
+                    file.truncate(have)
                     while block := response.read1(1 << 20):
                         try:
                             file.write(block)
