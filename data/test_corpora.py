@@ -119,6 +119,16 @@ def test_a_published_shard_is_read_in_place(tmp_path):
     assert (batch.targets[batch.ids.view(-1) == 50256] == -100).all()  # nothing is predicted across documents
 
 
+def test_damage_in_the_middle_of_a_shard_is_one_line(tmp_path):
+    ids = shard_ids([1000] * 100)
+    ids[50_000] = 60_000
+    (tmp_path / "s.bin").write_bytes(SHARD_BYTES(ids))
+    file = TokenFile(tmp_path / "s.bin", like_gpt2())
+    assert len(file.read(0, 50_000)) == 50_000
+    with pytest.raises(SystemExit, match="s.bin: damaged, token 50,000 is 60000"):
+        file.read(49_000, 2000)
+
+
 def test_bad_shards_are_refused(tmp_path):
     path, good = tmp_path / "s.bin", SHARD_BYTES(shard_ids([100] * 8))
     wrong_version = np.frombuffer(good, "<i4", 256).copy()

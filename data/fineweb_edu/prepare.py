@@ -51,6 +51,8 @@ def fetch(url, path, check):
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     except BlockingIOError:
                         raise SystemExit(f"{part}: another process is fetching it; wait for that one, or stop it") from None
+                    if file.tell() < have:
+                        raise ConnectionError("another process took the file away")
                     file.truncate(have)
                     while block := response.read1(1 << 20):
                         try:
