@@ -325,7 +325,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch, tmp_path):
     Server.files, Server.plan, Server.log = {}, [], []
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    threading.Thread(target=serving.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setattr(fineweb, "HOST", f"http://127.0.0.1:{serving.server_port}")
     monkeypatch.setattr(fineweb, "TIMEOUT", 0.5)
     monkeypatch.setattr(fineweb, "WAIT", 0.01)
@@ -510,19 +510,47 @@ def test_parquet_without_pyarrow(monkeypatch, tmp_path):
 # --- nothing half-written
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_kept(tmp_path):
-    """A limit on the size of files stands for the full disk."""
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit, kind = int(sys.argv.pop(1)), sys.argv.pop(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+if kind == "text":
+    from data.text import prepare
+else:
+    from data.fineweb_edu import prepare
+prepare.main()
+"""
+
+
+def run_limited(limit, kind, *arguments, **environment):
+    """The last line of stderr of a prepare.py for which a limit on the size of files stands for a full disk."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, ROOT, str(limit), kind, *arguments], capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_full_disk_is_one_line_and_nothing_half_written_is_kept(server, monkeypatch, tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for i in range(3000):
             file.write(json.dumps({"text": " ".join(WORDS) + f" {i}"}) + "\n")
     byte_tokenizer().save(tmp_path / "bpe.json")
-    code = ("import resource, signal, sys; sys.path.insert(0, sys.argv.pop(1)); signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); from data.text import prepare; from pathlib import Path; "
-            "prepare.DATA = Path(sys.argv.pop(1)); prepare.main()")
-    done = subprocess.run([sys.executable, "-c", code, ROOT, tmp_path, tmp_path / "a.jsonl", "--name", "x", "--tokenizer", tmp_path / "bpe.json"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].endswith("File too large; nothing was kept, make room and start again")
-    assert "Traceback" not in done.stderr and not (tmp_path / "x").exists()
+    end = run_limited(300_000, "text", tmp_path / "a.jsonl", "--name", tmp_path / "x", "--tokenizer", tmp_path / "bpe.json")
+    assert end.endswith("File too large; nothing was kept, make room and start again") and not (tmp_path / "x").exists()
+    server.files["edu_fineweb_train_000002.bin"] = SHARD_BYTES(shard_ids([200] * 4000))
+    end = run_limited(1_500_000, "fineweb", "shards", "--files", "2", "--name", tmp_path / "y", "--tokenizer", tmp_path / "gpt2.json", HF_ENDPOINT=fineweb.HOST)
+    assert "train_000002.bin.part: File too large; make room" in end
+    assert sorted(path.name for path in (tmp_path / "y").glob("*.bin")) == ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin"]
+
+
+def test_a_full_disk_keeps_the_parquet_files_that_are_done(tmp_path):
+    there = parquet_files(tmp_path / "there", [300, 4000])
+    byte_tokenizer().save(tmp_path / "bpe.json")
+    end = run_limited(300_000, "fineweb", "parquet", "--from", there, "--name", tmp_path / "z", "--tokenizer", tmp_path / "bpe.json")
+    assert end.endswith("train_000001.bin: File too large; make room and start again, what is complete is kept")
+    assert sorted(path.name for path in (tmp_path / "z").glob("*.bin*")) == ["train_000000.bin", "val.bin"]
 
 
 def test_a_killed_writer_leaves_no_file_and_the_next_one_starts_over(tmp_path):
