@@ -10,8 +10,15 @@ What is notable:
   biases, every weight drawn from N(0, 0.02), the output head untied unless `tie_embeddings`.
 - Attention goes through one function, `attention`: our own Triton kernel on a GPU, PyTorch's elsewhere.
 - The loss computes logits at target positions only, a block of rows at a time, with their gradients in the same pass.
+
+    python model.py info out/mlm/last.pt                                              what a checkpoint is
+    python model.py fill out/mlm/last.pt "The capital of France is <|mask|>."         guesses with their probabilities
+    python model.py sample out/clm/last.pt "Once upon a time"                         goes on with a text
+    python model.py export out/mlm/last.pt DIR                                        a folder for Hugging Face transformers
+
+A Hugging Face folder (data/hf.py) stands for a checkpoint everywhere, as hf:DIR.
 """
-import math, os
+import argparse, math, os, sys
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -172,7 +179,7 @@ class Transformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
         angle = torch.outer(torch.arange(config.block_size, dtype=torch.float32),
-                            config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
+                            1 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim))
         self.register_buffer("cos", angle.cos()[:, None], persistent=False)  # (block_size, 1, D/2) fp32
         self.register_buffer("sin", angle.sin()[:, None], persistent=False)
 
@@ -345,11 +352,15 @@ def on_cpu(value):
 
 
 def load_checkpoint(path, needed=("model", "config", "tokenizer", "settings")):
-    """The dict that `save_checkpoint` wrote, on the CPU: model (parameter name -> tensor), config, tokenizer, settings, ..."""
-    if not os.path.isfile(path):
-        raise SystemExit(f"{path}: no such checkpoint")
+    """The dict that `save_checkpoint` wrote, on the CPU: model (parameter name -> tensor), config, tokenizer, settings, ...
+    hf:DIR: the same from a Hugging Face folder."""
+    if str(path).startswith("hf:"):
+        from data.hf import read_folder
+        state = read_folder(str(path)[3:])
+    elif not os.path.isfile(path):
+        raise SystemExit(f"{path}: no such checkpoint" + (f"; a Hugging Face folder is given as hf:{path}" if os.path.isdir(path) else ""))
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = state if str(path).startswith("hf:") else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = [key for key in needed if key not in state]
     except Exception as problem:
         first_line = (str(problem).splitlines() or ["empty"])[0]
@@ -364,3 +375,92 @@ def from_checkpoint(state, **changes):
     model = Transformer(Config(**{**state["config"], **changes}))
     model.load_state_dict(state["model"])
     return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# on the command line
+
+def info(state, path):
+    from data.hf import is_causal
+    config = state["config"]
+    blocks, embedding, head = count_parameters(Config(**config))
+    total, head = (blocks + embedding + head) / 1e6, f"{head / 1e6:.1f}M" if head else "tied to it"
+    print(f"""{path}
+  model      {total:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {head}
+  shape      {', '.join(f'{name} {value}' for name, value in config.items())}
+  tokenizer  {state['tokenizer']['name']}
+  trained    {state.get('iter', 0):,} iterations on {state.get('tokens', 0):,} tokens here; last {'clm' if is_causal(state) else 'mlm'}""")
+
+
+@torch.no_grad()
+def fill(state, text, top=5):
+    """Prints the `top` likeliest tokens at each <|mask|> of a text, over the whole vocabulary."""
+    from data.tokenizer import Tokenizer
+    tokenizer, model = Tokenizer.from_dict(state["tokenizer"]), from_checkpoint(state).eval()
+    ids = []
+    for i, part in enumerate(text.split("<|mask|>")):
+        ids += [tokenizer.mask] * (i > 0) + tokenizer.encode(part).tolist()
+    if tokenizer.mask not in ids:
+        raise SystemExit(f"{text!r}: write <|mask|> for the token to guess")
+    if len(ids) > model.config.block_size:
+        raise SystemExit(f"the text has {len(ids):,} tokens, and the model reads at most {model.config.block_size:,}; give a shorter one")
+    places = [i for i, token in enumerate(ids) if token == tokenizer.mask]
+    chances = (model(torch.tensor([ids]))[0, places] @ model.head_weight.t()).softmax(-1)  # (masks, V)
+    for n, row in enumerate(chances):
+        best = row.topk(top)
+        for chance, token in zip(best.values.tolist(), best.indices.tolist()):
+            print(f"<|mask|> {n + 1}  {chance:7.2%}  {tokenizer.decode([token])!r}")
+
+
+@torch.no_grad()
+def sample(state, text, tokens, temperature, seed=1337):
+    """Prints a text and up to `tokens` more tokens, drawn from the model one by one; temperature 0: the likeliest each time."""
+    from data.tokenizer import Tokenizer
+    tokenizer, model = Tokenizer.from_dict(state["tokenizer"]), from_checkpoint(state).eval()
+    prompt, generator = tokenizer.encode(text).tolist() or [tokenizer.eos], torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    allowed = torch.full((model.config.vocab_size,), -math.inf)
+    allowed[tokenizer.first:tokenizer.first + tokenizer.n_ordinary] = allowed[tokenizer.eos] = 0
+    for _ in range(tokens):
+        logits = model(torch.tensor([ids[-model.config.block_size:]]), causal=True)[0, -1] @ model.head_weight.t() + allowed
+        ids.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator) if temperature else logits.argmax()))
+        if ids[-1] == tokenizer.eos:
+            break
+    print(text + tokenizer.decode(ids[len(prompt):]))
+
+
+def main(argv):
+    from data.hf import is_causal, write_folder
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what, more in (("info", "what a checkpoint is", None), ("fill", "guess the tokens at <|mask|>", "text"),
+                             ("sample", "go on with a text", "text"), ("export", "write a folder for Hugging Face transformers", "folder")):
+        command = commands.add_parser(name, help=what, allow_abbrev=False)
+        command.add_argument("checkpoint", help="a .pt file, or hf:DIR")
+        if more:
+            command.add_argument(more)
+    commands.choices["sample"].add_argument("--tokens", type=int, default=50, help="how many at most (default: 50)")
+    commands.choices["sample"].add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token each time (default: 0.8)")
+    commands.choices["export"].add_argument("--causal", choices=("true", "false"),
+                                            help="as a Llama that looks back only, or as a EuroBERT (default: as the model was last trained)")
+    args = parser.parse_args(argv)
+    state = load_checkpoint(args.checkpoint, ("model", "config", "tokenizer", "settings"))
+    causal = is_causal(state)
+    if args.command == "info":
+        info(state, args.checkpoint)
+    elif args.command == "export":
+        causal = causal if args.causal is None else args.causal == "true"
+        print(f"{args.folder}: {write_folder(state, args.folder, causal)}, in fp32")
+    else:
+        if causal != (args.command == "sample"):
+            print(f"note: this model was last trained with {'clm' if causal else 'mlm'}", file=sys.stderr)
+        fill(state, args.text) if args.command == "fill" else sample(state, args.text, args.tokens, args.temperature)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            end.code = f"error: {end.code}"
+        raise

@@ -59,7 +59,7 @@ class Settings:
     save_interval: int = setting(0, "steps between checkpoints that are kept, step_N.pt, from step 0 on; 0: none")
     log_interval: int = setting(10, "steps between lines of metrics.jsonl")
     out_dir: str = setting(None, "folder of the run (default: out/ and the objective's name, numbered where that is taken)", str)
-    init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH: a new run from these weights")
+    init_from: str = setting("scratch", "scratch; resume: go on with the run in out_dir; PATH or hf:DIR (a Hugging Face folder): a new run from these weights")
     init_optimizer: bool = setting(False, "with --init_from PATH: take AdamW's moments along")
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
@@ -165,7 +165,7 @@ def check(s, world):
         if not good:
             raise SystemExit(f"--{name} {getattr(s, name)}: {why}")
 
-    for name, choices in {"size": SIZES, "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"),
+    for name, choices in {"size": SIZES if s.init_from == "scratch" else (*SIZES, "hf"), "packing": ("documents", "random"), "dtype": ("auto", "float32", "bfloat16"),
                           "attention": ("auto", "sdpa", "triton")}.items():
         need(getattr(s, name) in choices, name, f"give {', '.join(choices)}")
     for name in ("batch_size", "block_size", "tokens_per_iter", "max_iters", "eval_interval", "log_interval"):
@@ -187,7 +187,7 @@ def check(s, world):
          "give three shares that add up to 1, as in 0.8,0.1,0.1")
     need(s.warmup_iters + s.decay_iters <= s.max_iters, "warmup_iters",
          f"with --decay_iters {s.decay_iters} more than --max_iters {s.max_iters}")
-    need(s.block_size <= Config.block_size, "block_size", f"the models read at most {Config.block_size:,} tokens")
+    need(s.block_size <= Config.block_size or s.init_from != "scratch", "block_size", f"the models read at most {Config.block_size:,} tokens")
     step = s.batch_size * s.block_size * world
     nearest = max(step, s.tokens_per_iter // step * step)
     need(s.tokens_per_iter % step == 0, "tokens_per_iter",
@@ -421,13 +421,13 @@ def show_guesses(model, tokenizer, val, causal, device, autocast, sentences=4, w
             hidden[places] = tokenizer.mask
         with autocast():
             states = model(torch.from_numpy(hidden)[None].to(device), causal=causal)[0, places - causal]
-            chances = (states @ model.head_weight.t()).float()[:, :tokenizer.n_ordinary].softmax(-1)
+            chances = (states @ model.head_weight[tokenizer.first:tokenizer.first + tokenizer.n_ordinary].t()).float().softmax(-1)
         for n, place in enumerate(places):
             pieces[place] = f" ({n + 1})"
         print('  "' + "".join(pieces).replace("\n", " ") + '"')
         for n, (place, row) in enumerate(zip(places, chances)):
             top = row.topk(4)
-            guesses = ", ".join(f"{tokenizer.decode([i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
+            guesses = ", ".join(f"{tokenizer.decode([tokenizer.first + i]).strip()} {chance:.0%}" for chance, i in zip(top.values.tolist(), top.indices.tolist()))
             print(f"     ({n + 1}) {tokenizer.decode(document[place:place + 1]).strip():14} guesses: {guesses}")
 
 
@@ -604,7 +604,8 @@ def main(argv):
     if state:
         if state["data"]["tokenizer_hash"] != train.tokenizer_hash:
             raise SystemExit(f"--dataset {s.dataset}: its tokenizer ({train.tokenizer}) is not that of the checkpoint "
-                             f"({state['tokenizer']['name']}); prepare the text with the bpe.json of the checkpoint's data")
+                             f"({state['tokenizer']['name']}); prepare the text with --tokenizer "
+                             f"{s.init_from if s.init_from.startswith('hf:') else 'and the path of the bpe.json of its data'}")
         if resumed and state["data"] != data:
             raise SystemExit(f"--dataset {s.dataset}: not the text, or not the weights, that the run in {out_dir} began with")
         if state["data"] == data:  # the data goes on where it stood
@@ -618,6 +619,8 @@ def main(argv):
     torch.manual_seed(s.seed)
     if state:
         raw = from_checkpoint(state, dropout=s.dropout)
+        if s.block_size > raw.config.block_size:
+            raise SystemExit(f"--block_size {s.block_size}: the model of --init_from {s.init_from} reads at most {raw.config.block_size:,} tokens")
     else:
         tied = {} if s.tie_embeddings is None else {"tie_embeddings": s.tie_embeddings}
         raw = Transformer(Config(vocab_size=train.vocab_size, dropout=s.dropout, **SIZES[s.size] | tied))

@@ -22,17 +22,17 @@ from model import Config, Transformer
 SHAPE = dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, intermediate_size=768, tie_embeddings=False)
 
 
-def corpus(vocab_size, n_tokens):
-    """A token file of random documents of 10 to 400 tokens."""
+def corpus(vocab_size, n_tokens, longest=400):
+    """A token file of random documents of 10 to `longest` tokens."""
     class tokenizer:
-        name, hash, pad, mask = "random", "", vocab_size - 2, vocab_size - 1
+        name, hash, first, pad, mask = "random", "", 0, vocab_size - 2, vocab_size - 1
         eos = n_ordinary = vocab_size - 3
     tokenizer.vocab_size = vocab_size
     rng = np.random.default_rng(0)
     folder = tempfile.TemporaryDirectory()
     out = TokenWriter(Path(folder.name) / "random.bin", tokenizer)
     while out.n_tokens < n_tokens:
-        out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, 400, 1000)])
+        out.write([rng.integers(0, tokenizer.n_ordinary, n).astype(np.uint32) for n in rng.integers(10, longest, 1000)])
     out.close()
     tokens = TokenFile(out.path)
     tokens.folder = folder  # which goes with it

@@ -111,7 +111,7 @@ class Mixture:
                                  f"prepare both with the same one, e.g. --tokenizer PATH of one's bpe.json")
         self.names, self.weights, self.sources = names, weights, sources
         self.counts = np.rint(np.array(weights) * MIX).astype(np.int64)  # (sources,) rows of each in MIX rows
-        for name in ("path", "tokenizer", "tokenizer_hash", "vocab_size", "n_ordinary", "eos", "pad", "mask"):
+        for name in ("path", "tokenizer", "tokenizer_hash", "vocab_size", "first", "n_ordinary", "eos", "pad", "mask"):
             setattr(self, name, getattr(first, name))
         self.n_tokens = sum(source.n_tokens for source in sources)
         self.n_documents = round(self.n_tokens * sum(w * source.n_documents / source.n_tokens for w, source in zip(weights, sources)))
@@ -154,10 +154,10 @@ def draw(tokens, rows, block_size, seed):
     return read_windows(tokens, windows, block_size), stream_key(seed, epoch, windows)
 
 
-def choose(ids, n_ordinary, ratio, key):
+def choose(ids, tokens, ratio, key):
     """Boolean (B, T): exactly round(ratio x ordinary tokens) of each row, drawn evenly without replacement; never a special token."""
     T = ids.shape[1]
-    ordinary = ids < n_ordinary
+    ordinary = (ids >= tokens.first) & (ids < tokens.first + tokens.n_ordinary)
     count = np.rint(ratio * ordinary.sum(1)).astype(np.int64)
     draw = random_bits(key, T)
     draw[~ordinary] = np.iinfo(np.uint64).max
@@ -200,7 +200,7 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
         targets = np.where(starts[:, 1:] | (ids == tokens.pad), IGNORE, next_ids).reshape(-1)
         n_targets = int((targets != IGNORE).sum())
     else:
-        chosen = choose(ids, tokens.n_ordinary, mask_ratio, key)
+        chosen = choose(ids, tokens, mask_ratio, key)
         where = np.flatnonzero(chosen)
         n_targets = len(where)
         places, targets = np.zeros((2, B * round(mask_ratio * T)), np.int64)
@@ -216,7 +216,7 @@ def make_batch(tokens, rows, block_size, objective, mask_ratio=0.4, mask_split=(
             dice = (dice >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
             flat[where[dice < as_mask]] = tokens.mask
             drawn = (dice >= as_mask) & (dice < as_mask + as_random)
-            flat[where[drawn]] = (word[drawn] % np.uint64(tokens.n_ordinary)).astype(np.int64)
+            flat[where[drawn]] = (word[drawn] % np.uint64(tokens.n_ordinary)).astype(np.int64) + tokens.first
         ids = flat.reshape(B, T)
     n_tokens = int((read[:, :-1] != tokens.pad).sum())
     wrap = torch.from_numpy

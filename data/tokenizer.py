@@ -5,9 +5,10 @@ Where the merges come from:
   gpt2, cl100k_base, ...   an encoding that OpenAI published, through tiktoken's own cache
   PATH                     a tiktoken rank file (GPT-2's, Llama 3's, ...) or a bpe.json written here
   train:8192               trained on the corpus with rustbpe; the size counts the special tokens
+  hf:DIR                   a Hugging Face folder's tokenizer.json (hf.py), with its own ids
 
-`<|eos|>`, `<|pad|>` and `<|mask|>` take the first three ids past the ordinary ones, so an id below
-`n_ordinary` is text and any other is not. Text that spells "<|eos|>" is text: encoding never makes a special id.
+The ordinary ids, those of text, are `n_ordinary` in a row from `first` on. `<|eos|>`, `<|pad|>` and `<|mask|>` take the first three ids
+past them, unless a folder brings special tokens of its own. Text that spells "<|eos|>" is text: encoding never makes a special id.
 """
 import base64, hashlib, json, re
 from functools import cached_property
@@ -36,54 +37,79 @@ def cut_white(text):
     return [text]
 
 
-class Tokenizer:
-    """name; pattern (the regex that splits text before merging); ranks: bytes -> id, 0 ... n_ordinary - 1."""
+def portable(pattern):
+    """The same pattern with one meaning in all regex engines: Hugging Face's takes `{1,3}+` for a repeated group and `$` for the end of a line."""
+    return re.sub(r"(?<!\\)\$", r"\\z", re.sub(r"(\{\d+,\d+\})\+", r"\1", pattern))
 
-    def __init__(self, name, pattern, ranks):
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise SystemExit(f"tokenizer {name}: its {len(ranks):,} ids are not 0 ... {len(ranks) - 1:,} without gaps; give a complete rank file")
-        missing = [b for b in range(256) if bytes([b]) not in ranks]
-        if missing:
-            raise SystemExit(f"tokenizer {name}: byte {missing[0]} has no id, so some text could not be encoded; give a complete rank file")
-        self.name, self.pattern, self.ranks = name, pattern, ranks
+
+class Tokenizer:
+    """name; pattern: the regex that splits text before merging; ranks: bytes -> id, first ... first + n_ordinary - 1, in the order of merging.
+
+    special: name -> id of all special tokens, `roles` the names of those that stand for <|eos|>, <|pad|> and <|mask|>; vocab_size: rows of the
+    embedding. Without these: three tokens past the ordinary ones, and rows rounded up to 64."""
+
+    def __init__(self, name, pattern, ranks, special=None, roles=(EOS, PAD, MASK), vocab_size=None):
+        self.first = min(ranks.values(), default=0)
+        if sorted(ranks.values()) != list(range(self.first, self.first + len(ranks))) or self.first and not special:
+            raise SystemExit(f"tokenizer {name}: its {len(ranks):,} ids are not {'in a row' if special else f'0 ... {len(ranks) - 1:,}'} without gaps; "
+                             f"give a complete rank file")
+        self.missing = [b for b in range(256) if bytes([b]) not in ranks]  # text loses these bytes, as it does in transformers
+        if self.missing and not special:
+            raise SystemExit(f"tokenizer {name}: byte {self.missing[0]} has no id, so some text could not be encoded; give a complete rank file")
+        self.name, self.pattern, self.ranks, self.roles = name, portable(pattern), ranks, tuple(roles)
         self.n_ordinary = len(ranks)
-        self.eos, self.pad, self.mask = range(self.n_ordinary, self.n_ordinary + 3)
-        self.vocab_size = -(-(self.n_ordinary + 3) // 64) * 64  # rows past <|mask|> only round the matrix; no text has them
-        self._bpe = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks,
-                                      special_tokens={EOS: self.eos, PAD: self.pad, MASK: self.mask})
+        self.usual = special is None
+        self.special = dict(zip(roles, range(self.n_ordinary, self.n_ordinary + 3))) if self.usual else special
+        self.eos, self.pad, self.mask = (self.special[role] for role in self.roles)
+        self.vocab_size = vocab_size or -(-(self.n_ordinary + 3) // 64) * 64  # rows past <|mask|> only round the matrix; no text has them
+        self._bpe = tiktoken.Encoding(name, pat_str=self.pattern, mergeable_ranks=ranks | {bytes([b]): 2**31 + b for b in self.missing},
+                                      special_tokens=self.special)
+        self._known = {*ranks.values(), *self.special.values()}
 
     def encode(self, text):
         """str -> uint32 array of ordinary ids. Releases the GIL, so threads run in parallel."""
         parts = [self._bpe.encode_to_numpy(part, disallowed_special=()) for part in cut_white(text)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if self.missing and (ids >= 2**31).any():  # as transformers does it: bytes without an id go before the merges, and their neighbours meet
+            import regex  # comes with tiktoken
+            pieces = (piece.encode().translate(None, bytes(self.missing)) for piece in regex.findall(self.pattern.replace(r"\z", r"\Z"), text))
+            ids = np.array([i for piece in pieces if piece for i in self._bpe._encode_single_piece(piece)], np.uint32)
+        return ids
 
     def decode(self, ids):
-        return self._bpe.decode([int(i) for i in ids if i < self.n_ordinary + 3])
+        return self._bpe.decode([int(i) for i in ids if int(i) in self._known])
 
     @cached_property
     def hash(self):
-        """16 hex digits that change with any rank or with the pattern: equal hashes, equal ids."""
+        """16 hex digits that change with any rank, with the pattern, and with special ids that are not the usual ones: equal hashes, equal ids."""
         digest = hashlib.sha256(self.pattern.encode())
         for piece in sorted(self.ranks, key=self.ranks.get):
             digest.update(len(piece).to_bytes(4, "little") + piece)
+        if (self.first, self.eos, self.pad, self.mask) != (0, *range(self.n_ordinary, self.n_ordinary + 3)):
+            digest.update(f"{self.first} {self.eos} {self.pad} {self.mask}".encode())
         return digest.hexdigest()[:16]
 
     def to_dict(self):
         """Plain strings, for bpe.json and for checkpoints."""
         pieces = (base64.b64encode(piece).decode() for piece in sorted(self.ranks, key=self.ranks.get))
-        return {"name": self.name, "pattern": self.pattern, "ranks": " ".join(pieces)}
+        more = {} if self.usual else {"first": self.first, "special": self.special, "roles": list(self.roles), "vocab_size": self.vocab_size}
+        return {"name": self.name, "pattern": self.pattern, "ranks": " ".join(pieces), **more}
 
     @classmethod
     def from_dict(cls, saved):
         pieces = saved["ranks"].split(" ")
-        return cls(saved["name"], saved["pattern"], {base64.b64decode(piece): i for i, piece in enumerate(pieces)})
+        more = [saved[key] for key in ("special", "roles", "vocab_size") if key in saved]
+        return cls(saved["name"], saved["pattern"], {base64.b64decode(piece): i for i, piece in enumerate(pieces, saved.get("first", 0))}, *more)
 
     def save(self, path):
         Path(path).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
 
 def load_tokenizer(spec):
-    """A published name, or the path of a tiktoken rank file or of a bpe.json."""
+    """A published name, the path of a tiktoken rank file or of a bpe.json, or hf: and a Hugging Face folder."""
+    if str(spec).startswith("hf:"):
+        from data.hf import read_tokenizer
+        return read_tokenizer(str(spec)[3:])
     path = Path(spec)
     if path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -66,7 +66,8 @@ class TokenWriter:
         about = {"format": FORMAT, "dtype": self.dtype.name, "n_tokens": self.n_tokens, "n_documents": self.n_documents,
                  "digest": self.digest.hexdigest(),
                  "tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size,
-                 "n_ordinary": tokenizer.n_ordinary, "eos": tokenizer.eos, "pad": tokenizer.pad, "mask": tokenizer.mask, **self.about}
+                 "first": tokenizer.first, "n_ordinary": tokenizer.n_ordinary, "eos": tokenizer.eos, "pad": tokenizer.pad, "mask": tokenizer.mask,
+                 **self.about}
         self.file.flush()
         with open(self.part, "r+b") as file:  # self.file only appends
             file.write(json.dumps(about).encode().ljust(HEADER_BYTES - 1) + b"\n")
@@ -107,7 +108,7 @@ class TokenFile:
             self.about = about
             self.n_tokens = int(about["n_tokens"])
             self.tokenizer, self.tokenizer_hash = about["tokenizer"], about["tokenizer_hash"]
-            self.vocab_size, self.n_ordinary = int(about["vocab_size"]), int(about["n_ordinary"])
+            self.vocab_size, self.first, self.n_ordinary = int(about["vocab_size"]), int(about.get("first", 0)), int(about["n_ordinary"])
             self.eos, self.pad, self.mask = int(about["eos"]), int(about["pad"]), int(about["mask"])
             self.dtype = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}[about["dtype"]]
             if shard[0] != SHARD_MAGIC:
@@ -118,7 +119,9 @@ class TokenFile:
         if size != HEADER_BYTES + self.n_tokens * self.dtype.itemsize:
             raise SystemExit(f"{path}: {size:,} bytes, but its header counts {self.n_tokens:,} tokens of {self.dtype.name}, which "
                              f"are {HEADER_BYTES + self.n_tokens * self.dtype.itemsize:,}: cut off or damaged; {again}")
-        if self.vocab_size > 2 ** (8 * self.dtype.itemsize) or not self.n_ordinary <= min(self.eos, self.pad, self.mask) < self.vocab_size:
+        special, last = {self.eos, self.pad, self.mask}, self.first + self.n_ordinary
+        if (self.vocab_size > 2 ** (8 * self.dtype.itemsize) or len(special) < 3
+                or any(self.first <= i < last or i >= self.vocab_size for i in special)):
             raise SystemExit(f"{path}: {self.dtype.name} ids, vocabulary {self.vocab_size:,}, special ids {self.eos, self.pad, self.mask} "
                              f"do not fit together; {again}")
         if shard[0] == SHARD_MAGIC:
@@ -131,7 +134,7 @@ class TokenFile:
         if tokenizer is None or tokenizer.n_ordinary != SHARD_ORDINARY:
             raise SystemExit(f"{self.path}: a shard of GPT-2 tokens, which needs GPT-2's bpe.json beside it; data/fineweb_edu/prepare.py makes it")
         return {"n_tokens": shard[2], "dtype": "uint16", "tokenizer": tokenizer.name, "tokenizer_hash": tokenizer.hash,
-                **{name: getattr(tokenizer, name) for name in ("vocab_size", "n_ordinary", "eos", "pad", "mask")}}
+                **{name: getattr(tokenizer, name) for name in ("vocab_size", "first", "n_ordinary", "eos", "pad", "mask")}}
 
     def _probe(self, shard):
         """digest and n_documents of a published shard, from both of its ends: all of it would be 200 GB to read at every start."""
@@ -171,7 +174,7 @@ class Corpus:
             if file.tokenizer_hash != first.tokenizer_hash:
                 raise SystemExit(f"{file.path}: tokens of {file.tokenizer}, but {first.path} has those of {first.tokenizer}; put them into folders of their own")
         self.path, self.files = first.path.parent, files
-        for name in ("tokenizer", "tokenizer_hash", "vocab_size", "n_ordinary", "eos", "pad", "mask"):
+        for name in ("tokenizer", "tokenizer_hash", "vocab_size", "first", "n_ordinary", "eos", "pad", "mask"):
             setattr(self, name, getattr(first, name))
         self.n_documents = sum(file.n_documents for file in files)
         self.ends = np.cumsum([file.n_tokens for file in files])  # (files,) the number of tokens up to the end of each

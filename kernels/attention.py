@@ -254,11 +254,12 @@ def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr
             do = load(do_source, first + i, head, stride_do, end, BLOCK_M, D0, D1, TMA, True)
             lse = tl.load(lse_ptr + place + rows, mask=rows < n, other=float("inf"))  # so p = 0 past the end
             delta = tl.load(delta_ptr + place + rows, mask=rows < n, other=0.0)
-            p = tl.math.exp2(tl.fma(outer(k, q, PRECISION), scale * LOG2E, -lse[None, :]))  # (BLOCK_N, BLOCK_M)
+            s = outer(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
+            dp = outer(v, do, PRECISION)  # asked for before p, so that it is multiplied while the exponentials are taken
+            p = tl.math.exp2(tl.fma(s, scale * LOG2E, -lse[None, :]))
             if CAUSAL:
                 p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
             dv = add(dv, p, do, PRECISION)
-            dp = outer(v, do, PRECISION)
             dk = add(dk, p * (dp - delta[None, :]), q, PRECISION)
     store(dk_ptr, first + column0, kv_head, kv_heads, dk, ones * scale, keep, BLOCK_N, D0, D1)
     store(dv_ptr, first + column0, kv_head, kv_heads, dv, ones, keep, BLOCK_N, D0, D1)
@@ -276,10 +277,13 @@ TILES = {
     ("backward_q", 64):   {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("backward_q", 96):   {"sm_80": (32, 32, 4, 2), "sm_86": (32, 32, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
     ("backward_q", 128):  {"sm_80": (32, 32, 4, 2), "sm_86": (32, 32, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
-    ("backward_kv", 64):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (64, 64, 4, 1)},
-    ("backward_kv", 96):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (64, 64, 4, 1)},
-    ("backward_kv", 128): {"sm_80": (64, 64, 8, 2), "sm_86": (64, 64, 8, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (64, 64, 4, 1)},
+    ("backward_kv", 64):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
+    ("backward_kv", 96):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (32, 64, 4, 1)},
+    ("backward_kv", 128): {"sm_80": (64, 64, 8, 2), "sm_86": (64, 64, 8, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (32, 64, 4, 1)},
 }
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # which keeps lse and delta of a block in more registers
+    TILES["backward_kv", 96] |= {"sm_80": (16, 64, 4, 2), "sm_86": (16, 64, 4, 2), "sm_90": (32, 64, 4, 2)}
+    TILES["backward_kv", 128] |= {"sm_90": (32, 128, 8, 2)}
 FP32_TILE = (32, 32, 4, 2)  # for every kernel and architecture
 HEAD_DIMS = {16: (16, 0), 32: (32, 0), 48: (32, 16), 64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0)}  # (D0, D1)
 KERNELS = {"forward": forward, "backward_q": backward_q, "backward_kv": backward_kv}
@@ -329,6 +333,16 @@ def row_blocks(cu_seqlens, T, causal):
     return torch.stack((starts[document], length, block))[:, longest_first].int()
 
 
+def tile_of(name, D, arch, dtype):
+    """(BLOCK_M, BLOCK_N, warps, stages)."""
+    return FP32_TILE if dtype == torch.float32 else TILES[name, 64 if D in (16, 32, 64) else 128 if D == 128 else 96][arch]
+
+
+def by_descriptor(D, arch, dtype):
+    """Whether tiles are loaded by TMA: from Hopper on, unless a tile has two parts."""
+    return arch == "sm_90" and not HEAD_DIMS[D][1] and dtype != torch.float32
+
+
 def launch(name, heads, group, arguments, tensors, table, causal, scale):
     """One kernel over all blocks and heads. arguments: q, k, v, ... (T, heads, D), which it reads by descriptors or pointers;
     tensors: what goes by pointer in any case."""
@@ -336,9 +350,8 @@ def launch(name, heads, group, arguments, tensors, table, causal, scale):
     T, _, D = q.shape
     D0, D1 = HEAD_DIMS[D]
     arch = architecture(q.device)
-    column = 64 if D in (16, 32, 64) else 128 if D == 128 else 96
-    block_m, block_n, warps, stages = TILES[name, column][arch] if q.dtype != torch.float32 else FP32_TILE
-    tma = arch == "sm_90" and not D1 and q.dtype != torch.float32
+    block_m, block_n, warps, stages = tile_of(name, D, arch, q.dtype)
+    tma = by_descriptor(D, arch, q.dtype)
     by_keys = name == "backward_kv"
     sources = []
     for x, rows in zip(arguments, (block_m, block_n, block_n, block_m, block_m)):
@@ -352,7 +365,7 @@ def launch(name, heads, group, arguments, tensors, table, causal, scale):
     precision = "tf32" if q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest" else "ieee"
     KERNELS[name][(n_slots * per_slot, heads)](
         *sources, *tensors, table, *strides, T, n_slots, scale, D0=D0, D1=D1, GROUP=group, BLOCK_M=block_m, BLOCK_N=block_n,
-        PER_SLOT=per_slot, CAUSAL=causal, TMA=tma, PRECISION=precision, num_warps=warps, num_stages=stages)
+        PER_SLOT=per_slot, CAUSAL=causal, TMA=tma, PRECISION=precision, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
 
 def laid_out(*tensors):
@@ -363,7 +376,7 @@ def laid_out(*tensors):
                 and x.data_ptr() % 16 == 0)
     if all(map(good, tensors)) and len({x.stride(0) for x in tensors}) == 1:
         return tensors
-    return tuple(x.contiguous() for x in tensors)
+    return tuple(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
 @torch.library.custom_op("encoder::attention_forward", mutates_args=())

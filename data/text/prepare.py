@@ -1,7 +1,7 @@
 """
 Your own text as a dataset:
 
-    python data/text/prepare.py FILES... --name mine [--tokenizer gpt2|train:8192|PATH] [--val_fraction 0.01]
+    python data/text/prepare.py FILES... --name mine [--tokenizer gpt2|train:8192|PATH|hf:DIR] [--val_fraction 0.01]
     python train.py --dataset mine
 
 FILES are .jsonl (one object with a `text` field a line: a document) or .txt (a document a file; a file longer than 16 KB is cut at
@@ -23,7 +23,7 @@ def main():
     parser = argparse.ArgumentParser(description="Your own text as a dataset for train.py --dataset NAME", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl, possibly .gz, .bz2, .xz or .zst")
     parser.add_argument("--name", required=True, help="the dataset's folder under data/")
-    parser.add_argument("--tokenizer", default="train:8192", help="gpt2 or another published encoding, train:SIZE, or the path of a tiktoken rank file or bpe.json")
+    parser.add_argument("--tokenizer", default="train:8192", help="gpt2 or another published encoding, train:SIZE, the path of a tiktoken rank file or bpe.json, or hf:DIR, a Hugging Face folder")
     parser.add_argument("--val_fraction", type=float, help="share of the documents held out (default: about 500 KB of text, 0.5 to 10 per cent)")
     parser.add_argument("--workers", type=int, default=cores(), help="threads that tokenize; the result does not depend on it")
     args = parser.parse_args()
