@@ -117,6 +117,11 @@ def prepare_shards(folder, tokenizer, names, source):
         obtain(name, SHARDS, folder, source, check)
 
 
+def named(problem):
+    """pyarrow's errors can be many lines, or none."""
+    return ": ".join([type(problem).__name__, *str(problem).splitlines()[:1]])
+
+
 def open_parquet(path):
     try:
         import pyarrow.parquet
@@ -125,7 +130,7 @@ def open_parquet(path):
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except Exception as problem:
-        raise SystemExit(f"{path}: not a parquet file, or cut off ({type(problem).__name__}: {str(problem).splitlines()[0]}); delete it and fetch it again") from None
+        raise SystemExit(f"{path}: not a parquet file, or cut off ({named(problem)}); delete it and fetch it again") from None
     columns = {field.name: str(field.type) for field in file.schema_arrow}
     if columns.get("text") not in ("string", "large_string"):
         raise SystemExit(f"{path}: no column `text` of strings, only {', '.join(columns)}; give files of FineWeb-Edu")
@@ -143,7 +148,7 @@ def parquet_texts(path):
                     done += 1
                     yield text, done * size // rows
         except Exception as problem:
-            raise SystemExit(f"{path}: damaged after row {done:,} of {rows:,} ({type(problem).__name__}: {str(problem).splitlines()[0]}); "
+            raise SystemExit(f"{path}: damaged after row {done:,} of {rows:,} ({named(problem)}); "
                              f"delete it and fetch it again, what is complete is kept") from None
 
 
