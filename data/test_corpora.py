@@ -500,6 +500,17 @@ def test_a_damaged_parquet_file_is_one_line_and_what_is_complete_is_kept(monkeyp
     assert sorted(path.name for path in (tmp_path / "d").glob("*.bin*")) == ["train_000000.bin", "val.bin"]
 
 
+def test_a_parquet_file_is_streamed(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [os.urandom(1000).hex() for _ in range(4000)]
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=100)
+    before, most = arrow.total_allocated_bytes(), 0
+    for i, (text, _) in enumerate(fineweb.parquet_texts(tmp_path / "x.parquet")):
+        assert text == texts[i]
+        most = max(most, arrow.total_allocated_bytes() - before)
+    assert i == 3999 and 0 < most < 1e6 < (tmp_path / "x.parquet").stat().st_size / 3
+
+
 def test_parquet_without_pyarrow(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

@@ -128,7 +128,7 @@ def open_parquet(path):
     except ImportError:
         raise SystemExit(f"{path}: parquet files need pyarrow: pip install pyarrow; or take the form `shards`") from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)  # a buffer would keep all of the file
     except Exception as problem:
         raise SystemExit(f"{path}: not a parquet file, or cut off ({named(problem)}); delete it and fetch it again") from None
     columns = {field.name: str(field.type) for field in file.schema_arrow}
