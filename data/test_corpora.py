@@ -508,7 +508,7 @@ def test_a_parquet_file_is_streamed(tmp_path):
     for i, (text, _) in enumerate(fineweb.parquet_texts(tmp_path / "x.parquet")):
         assert text == texts[i]
         most = max(most, arrow.total_allocated_bytes() - before)
-    assert i == 3999 and 0 < most < 1e6 < (tmp_path / "x.parquet").stat().st_size / 3
+    assert i == 3999 and 0 < most < (tmp_path / "x.parquet").stat().st_size / 2
 
 
 def test_parquet_without_pyarrow(monkeypatch, tmp_path):
