@@ -146,7 +146,7 @@ def test_bad_shards_are_refused(tmp_path):
 
 
 START = """
-import resource, sys, time
+import re, resource, sys, time
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 from pathlib import Path
@@ -155,15 +155,20 @@ from data.test_data import byte_tokenizer
 from data.tokens import open_split
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 tokenizer = byte_tokenizer(50000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def peak():
+    try:
+        return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
 begun = time.perf_counter()
 tokens = open_split(Path(sys.argv[2]), "train", tokenizer)
 opened = time.perf_counter() - begun
 for step in range(20):
     batch = make_batch(tokens, step * 48 + np.arange(48), 2048, "mlm")
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-scale = 1 if sys.platform == "darwin" else 1024
-print(tokens.n_tokens, opened, time.perf_counter() - begun - opened, before * scale / 1e6, peak * scale / 1e6)
+print(tokens.n_tokens, opened, time.perf_counter() - begun - opened, before / 1e6, peak() / 1e6)
 """
 
 

@@ -211,16 +211,17 @@ def prepare_parquet(folder, tokenizer, names, source, workers):
 def save_tokenizer(tokenizer, folder):
     """bpe.json, or an error where another one is there."""
     path = folder / "bpe.json"
+    if path.exists():
+        if (there := load_tokenizer(path)).hash != tokenizer.hash:
+            raise SystemExit(f"{folder}: its tokenizer is {there.name}, not {tokenizer.name}; give --tokenizer {path}, or another --name")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            part = path.with_name("bpe.json.tmp")
-            tokenizer.save(part)
-            os.replace(part, path)
+        part = path.with_name("bpe.json.tmp")
+        tokenizer.save(part)
+        os.replace(part, path)
     except OSError as problem:
         raise SystemExit(f"{path}: {problem.strerror}") from None
-    if load_tokenizer(path).hash != tokenizer.hash:
-        raise SystemExit(f"{folder}: its tokenizer is {load_tokenizer(path).name}, not {tokenizer.name}; give --tokenizer {path}, or another --name")
 
 
 def main():
