@@ -701,7 +701,7 @@ def main(argv):
             if results[goal] < best:  # never true of a NaN
                 best = results[goal]
                 output.keep("best.pt")
-            if isinstance(train, Mixture):  # of the rows that this run has drawn
+            if isinstance(train, Mixture) and iteration:  # of the rows that this run has drawn
                 results |= {f"share/{name}": share for name, share in train.shares(first_row, iteration * s.tokens_per_iter // s.block_size, s.seed).items()}
             output.record(iter=iteration, **results)
             if team.first:

@@ -5,9 +5,9 @@ Text to token file, end to end, against tiktoken's own `encode_ordinary_batch` o
 
 tiktoken has its texts in memory and keeps its ids there; our side reads the file, hashes each document, tokenizes, writes and syncs the token
 files. With pyarrow installed, the same text as parquet too. The sides take turns in one process; what is quoted is the median of the ratios of
-turns, with their quartiles. --memory N: peak memory of data/text/prepare.py in a process of its own, on the text repeated to N MB.
+turns, with their quartiles. --memory N (Linux): peak memory of data/text/prepare.py in a process of its own, on the text repeated to N MB.
 """
-import argparse, contextlib, io, json, os, resource, subprocess, sys, tempfile, time
+import argparse, contextlib, io, json, os, subprocess, sys, tempfile, time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,6 +18,13 @@ from data.prepare import cores, fraction, read_documents, write_dataset
 from data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
+PEAK = """
+import re, sys
+sys.path.insert(0, sys.argv.pop(1))
+from data.text import prepare
+prepare.main()
+print(1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]))  # of this program alone: ru_maxrss begins at the parent's
+"""
 
 
 def from_jsonl(path, folder, tokenizer, workers):
@@ -72,9 +79,9 @@ def main():
                 while file.tell() < args.memory * 1e6:
                     file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
             tokenizer.save(tmp / "bpe.json")
-            subprocess.run([sys.executable, ROOT / "data/text/prepare.py", big, "--name", tmp / "big", "--tokenizer", tmp / "bpe.json"], check=True)
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            print(f"memory    {peak / 1e6:,.0f} MB at most, for {big.stat().st_size / 1e6:,.0f} MB of JSON lines")
+            done = subprocess.run([sys.executable, "-c", PEAK, ROOT, big, "--name", tmp / "big", "--tokenizer", tmp / "bpe.json"],
+                                  check=True, stdout=subprocess.PIPE, text=True)
+            print(f"memory    {int(done.stdout.split()[-1]) / 1e6:,.0f} MB at most, for {big.stat().st_size / 1e6:,.0f} MB of JSON lines")
 
 
 if __name__ == "__main__":

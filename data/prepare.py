@@ -73,7 +73,7 @@ def tokenize(out, documents, total, workers=None, description="tokenizing"):
             if size >= BATCH:
                 pending.append((position, pool.submit(packed, batch)))
                 batch, size = [], 0
-                if len(pending) > 2 * workers:
+                if len(pending) > 2 * workers + 16:  # a thread that the machine holds up must not idle the others
                     write_first()
         pending.append((total, pool.submit(packed, batch)))
         while pending:

@@ -1,5 +1,5 @@
 """What must stay true of corpora of many files, of mixtures, and of what is downloaded."""
-import hashlib, http.server, json, os, subprocess, sys, threading, time
+import fcntl, hashlib, http.server, json, os, subprocess, sys, threading, time
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +119,16 @@ def test_a_published_shard_is_read_in_place(tmp_path):
     assert (batch.targets[batch.ids.view(-1) == 50256] == -100).all()  # nothing is predicted across documents
 
 
+def test_damage_in_the_middle_of_a_shard_is_one_line(tmp_path):
+    ids = shard_ids([1000] * 100)
+    ids[50_000] = 60_000
+    (tmp_path / "s.bin").write_bytes(SHARD_BYTES(ids))
+    file = TokenFile(tmp_path / "s.bin", like_gpt2())
+    assert len(file.read(0, 50_000)) == 50_000
+    with pytest.raises(SystemExit, match="s.bin: damaged, token 50,000 is 60000"):
+        file.read(49_000, 2000)
+
+
 def test_bad_shards_are_refused(tmp_path):
     path, good = tmp_path / "s.bin", SHARD_BYTES(shard_ids([100] * 8))
     wrong_version = np.frombuffer(good, "<i4", 256).copy()
@@ -136,7 +146,7 @@ def test_bad_shards_are_refused(tmp_path):
 
 
 START = """
-import resource, sys, time
+import re, resource, sys, time
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 from pathlib import Path
@@ -145,15 +155,20 @@ from data.test_data import byte_tokenizer
 from data.tokens import open_split
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 tokenizer = byte_tokenizer(50000)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def peak():
+    try:
+        return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+before = peak()
 begun = time.perf_counter()
 tokens = open_split(Path(sys.argv[2]), "train", tokenizer)
 opened = time.perf_counter() - begun
 for step in range(20):
     batch = make_batch(tokens, step * 48 + np.arange(48), 2048, "mlm")
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-scale = 1 if sys.platform == "darwin" else 1024
-print(tokens.n_tokens, opened, time.perf_counter() - begun - opened, before * scale / 1e6, peak * scale / 1e6)
+print(tokens.n_tokens, opened, time.perf_counter() - begun - opened, before / 1e6, peak() / 1e6)
 """
 
 
@@ -315,7 +330,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch, tmp_path):
     Server.files, Server.plan, Server.log = {}, [], []
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=serving.serve_forever, daemon=True).start()
+    threading.Thread(target=serving.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setattr(fineweb, "HOST", f"http://127.0.0.1:{serving.server_port}")
     monkeypatch.setattr(fineweb, "TIMEOUT", 0.5)
     monkeypatch.setattr(fineweb, "WAIT", 0.01)
@@ -381,6 +396,14 @@ def test_a_download_killed_before_its_name_was_given(server, monkeypatch, tmp_pa
     shards(monkeypatch, tmp_path, 1)
     for name in ("edu_fineweb_val_000000.bin", "edu_fineweb_train_000001.bin"):
         assert (tmp_path / "d" / name).read_bytes() == server.files[name]
+
+
+def test_two_processes_do_not_fetch_one_file(server, monkeypatch, tmp_path):
+    (tmp_path / "d").mkdir()
+    with open(tmp_path / "d/edu_fineweb_val_000000.bin.part", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="another process is fetching it"):
+            shards(monkeypatch, tmp_path, 1)
 
 
 def test_a_server_that_sends_something_else(server, monkeypatch, tmp_path):
@@ -482,6 +505,17 @@ def test_a_damaged_parquet_file_is_one_line_and_what_is_complete_is_kept(monkeyp
     assert sorted(path.name for path in (tmp_path / "d").glob("*.bin*")) == ["train_000000.bin", "val.bin"]
 
 
+def test_a_parquet_file_is_streamed(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [os.urandom(1000).hex() for _ in range(4000)]
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=100)
+    before, most = arrow.total_allocated_bytes(), 0
+    for i, (text, _) in enumerate(fineweb.parquet_texts(tmp_path / "x.parquet")):
+        assert text == texts[i]
+        most = max(most, arrow.total_allocated_bytes() - before)
+    assert i == 3999 and 0 < most < (tmp_path / "x.parquet").stat().st_size / 2
+
+
 def test_parquet_without_pyarrow(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -492,19 +526,47 @@ def test_parquet_without_pyarrow(monkeypatch, tmp_path):
 # --- nothing half-written
 
 
-def test_a_full_disk_is_one_line_and_nothing_is_kept(tmp_path):
-    """A limit on the size of files stands for the full disk."""
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv.pop(1))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit, kind = int(sys.argv.pop(1)), sys.argv.pop(1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+if kind == "text":
+    from data.text import prepare
+else:
+    from data.fineweb_edu import prepare
+prepare.main()
+"""
+
+
+def run_limited(limit, kind, *arguments, **environment):
+    """The last line of stderr of a prepare.py for which a limit on the size of files stands for a full disk."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, ROOT, str(limit), kind, *arguments], capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_full_disk_is_one_line_and_nothing_half_written_is_kept(server, monkeypatch, tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for i in range(3000):
             file.write(json.dumps({"text": " ".join(WORDS) + f" {i}"}) + "\n")
     byte_tokenizer().save(tmp_path / "bpe.json")
-    code = ("import resource, signal, sys; sys.path.insert(0, sys.argv.pop(1)); signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000)); from data.text import prepare; from pathlib import Path; "
-            "prepare.DATA = Path(sys.argv.pop(1)); prepare.main()")
-    done = subprocess.run([sys.executable, "-c", code, ROOT, tmp_path, tmp_path / "a.jsonl", "--name", "x", "--tokenizer", tmp_path / "bpe.json"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].endswith("File too large; nothing was kept, make room and start again")
-    assert "Traceback" not in done.stderr and not (tmp_path / "x").exists()
+    end = run_limited(300_000, "text", tmp_path / "a.jsonl", "--name", tmp_path / "x", "--tokenizer", tmp_path / "bpe.json")
+    assert end.endswith("File too large; nothing was kept, make room and start again") and not (tmp_path / "x").exists()
+    server.files["edu_fineweb_train_000002.bin"] = SHARD_BYTES(shard_ids([200] * 4000))
+    end = run_limited(1_500_000, "fineweb", "shards", "--files", "2", "--name", tmp_path / "y", "--tokenizer", tmp_path / "gpt2.json", HF_ENDPOINT=fineweb.HOST)
+    assert "train_000002.bin.part: File too large; make room" in end
+    assert sorted(path.name for path in (tmp_path / "y").glob("*.bin")) == ["edu_fineweb_train_000001.bin", "edu_fineweb_val_000000.bin"]
+
+
+def test_a_full_disk_keeps_the_parquet_files_that_are_done(tmp_path):
+    there = parquet_files(tmp_path / "there", [300, 4000])
+    byte_tokenizer().save(tmp_path / "bpe.json")
+    end = run_limited(300_000, "fineweb", "parquet", "--from", there, "--name", tmp_path / "z", "--tokenizer", tmp_path / "bpe.json")
+    assert end.endswith("train_000001.bin: File too large; make room and start again, what is complete is kept")
+    assert sorted(path.name for path in (tmp_path / "z").glob("*.bin*")) == ["train_000000.bin", "val.bin"]
 
 
 def test_a_killed_writer_leaves_no_file_and_the_next_one_starts_over(tmp_path):

@@ -160,6 +160,8 @@ class TokenFile:
             raise SystemExit(f"{self.path}: {problem.strerror}; put the data back and go on with the run") from None
         if len(ids) < n:
             raise SystemExit(f"{self.path}: was cut off while it was in use; put the data back and go on with the run")
+        if n and ids.max() >= self.vocab_size:
+            raise SystemExit(f"{self.path}: damaged, token {start + ids.argmax():,} is {ids.max()}, beyond the vocabulary of {self.vocab_size:,}; fetch or prepare it again")
         return ids
 
 

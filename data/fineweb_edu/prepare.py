@@ -9,7 +9,7 @@ Files are fetched one by one; the same command goes on where it was stopped, and
 without network takes them from a folder: --from DIR. Either way validation stays what the first run made it: the published
 validation shard, or documents of the first parquet file, chosen by a hash of their text, which are left out of any later file.
 """
-import argparse, http.client, os, shutil, sys, time, urllib.error, urllib.request
+import argparse, fcntl, http.client, os, shutil, sys, time, urllib.error, urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,14 @@ def fetch(url, path, check):
                 free = shutil.disk_usage(path.parent).free
                 if total - have > free:
                     raise SystemExit(f"{path.parent}: {free / 1e9:.1f} GB free, {path.name} needs {(total - have) / 1e9:.1f} GB more; make room and start again")
-                with open(part, "ab" if have else "wb") as file, progress(total, path.name, initial=have) as bar:
+                with open(part, "ab") as file, progress(total, path.name, initial=have) as bar:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise SystemExit(f"{part}: another process is fetching it; wait for that one, or stop it") from None
+                    if file.tell() < have:
+                        raise ConnectionError("another process took the file away")
+                    file.truncate(have)
                     while block := response.read1(1 << 20):
                         try:
                             file.write(block)
@@ -110,15 +117,20 @@ def prepare_shards(folder, tokenizer, names, source):
         obtain(name, SHARDS, folder, source, check)
 
 
+def named(problem):
+    """pyarrow's errors can be many lines, or none."""
+    return ": ".join([type(problem).__name__, *str(problem).splitlines()[:1]])
+
+
 def open_parquet(path):
     try:
         import pyarrow.parquet
     except ImportError:
         raise SystemExit(f"{path}: parquet files need pyarrow: pip install pyarrow; or take the form `shards`") from None
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)  # a buffer would keep all of the file
     except Exception as problem:
-        raise SystemExit(f"{path}: not a parquet file, or cut off ({type(problem).__name__}: {str(problem).splitlines()[0]}); delete it and fetch it again") from None
+        raise SystemExit(f"{path}: not a parquet file, or cut off ({named(problem)}); delete it and fetch it again") from None
     columns = {field.name: str(field.type) for field in file.schema_arrow}
     if columns.get("text") not in ("string", "large_string"):
         raise SystemExit(f"{path}: no column `text` of strings, only {', '.join(columns)}; give files of FineWeb-Edu")
@@ -136,7 +148,7 @@ def parquet_texts(path):
                     done += 1
                     yield text, done * size // rows
         except Exception as problem:
-            raise SystemExit(f"{path}: damaged after row {done:,} of {rows:,} ({type(problem).__name__}: {str(problem).splitlines()[0]}); "
+            raise SystemExit(f"{path}: damaged after row {done:,} of {rows:,} ({named(problem)}); "
                              f"delete it and fetch it again, what is complete is kept") from None
 
 
@@ -199,16 +211,17 @@ def prepare_parquet(folder, tokenizer, names, source, workers):
 def save_tokenizer(tokenizer, folder):
     """bpe.json, or an error where another one is there."""
     path = folder / "bpe.json"
+    if path.exists():
+        if (there := load_tokenizer(path)).hash != tokenizer.hash:
+            raise SystemExit(f"{folder}: its tokenizer is {there.name}, not {tokenizer.name}; give --tokenizer {path}, or another --name")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            part = path.with_name("bpe.json.tmp")
-            tokenizer.save(part)
-            os.replace(part, path)
+        part = path.with_name("bpe.json.tmp")
+        tokenizer.save(part)
+        os.replace(part, path)
     except OSError as problem:
         raise SystemExit(f"{path}: {problem.strerror}") from None
-    if load_tokenizer(path).hash != tokenizer.hash:
-        raise SystemExit(f"{folder}: its tokenizer is {load_tokenizer(path).name}, not {tokenizer.name}; give --tokenizer {path}, or another --name")
 
 
 def main():
