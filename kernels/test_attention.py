@@ -206,5 +206,5 @@ def test_machine_code(case, machine_code):
             last_wait = max(i for i, op in enumerate(facts["loop"]) if op == "WARPGROUP.DEPBAR.LE")
             first = products[len(products) // 2]  # of p v
             assert sum(first < i < last_wait for i in exponentials) >= len(exponentials) / 2, "exponentials do not overlap with products"
-            most = {64: 7.2, 96: 9.9, 128: 7.9}[case.head_dim]
+            most = {64: 7.2, 96: 10, 128: 7.9}[case.head_dim]
             assert len(facts["loop"]) / facts["scores"] <= most, "thread instructions a score"
