@@ -223,14 +223,33 @@ def backward_q(q_source, k_source, v_source, o_source, do_source, dq_ptr, lse_pt
     store(dq_ptr, first + row0, head, heads, dq, keep.to(tl.float32) * scale, keep, BLOCK_M, D0, D1)
 
 
+@triton.jit
+def add_queries(dk, dv, k, v, i, head, q_source, do_source, lse_ptr, delta_ptr, stride_q, stride_do, T, scale, first, n, columns,
+                D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+                PRECISION: tl.constexpr):
+    """dk and dv with what the BLOCK_M queries of `head` from row i of the document on add to them.
+
+    Scores are transposed, (keys, queries), so that p' and ds' are the left operands of their products and stay in registers."""
+    rows = i + tl.arange(0, BLOCK_M)
+    place = head.to(tl.int64) * T + first + rows
+    q = load(q_source, first + i, head, stride_q, first + n, BLOCK_M, D0, D1, TMA, True)
+    do = load(do_source, first + i, head, stride_do, first + n, BLOCK_M, D0, D1, TMA, True)
+    lse = tl.load(lse_ptr + place, mask=rows < n, other=float("inf"))  # so p = 0 past the end
+    delta = tl.load(delta_ptr + place, mask=rows < n, other=0.0)
+    s = outer(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
+    dp = outer(v, do, PRECISION)  # asked for before p, so that it is multiplied while the exponentials are taken
+    p = tl.math.exp2(tl.fma(s, scale * LOG2E, -lse[None, :]))
+    if CAUSAL:
+        p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
+    return add(dk, p * (dp - delta[None, :]), q, PRECISION), add(dv, p, do, PRECISION)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr, delta_ptr, table_ptr,
                 stride_q, stride_kv, stride_do, T, n_slots, scale,
                 D0: tl.constexpr, D1: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PER_SLOT: tl.constexpr,
                 CAUSAL: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr):
-    """dk and dv of BLOCK_N keys of one key head, summed over the GROUP query heads that share it.
-
-    Scores are transposed, (keys, queries), so that p' and ds' are the left operands of their products and stay in registers."""
+    """dk and dv of BLOCK_N keys of one key head, summed over the GROUP query heads that share it."""
     # mirrored if causal: the last queries see the most keys, but the first keys are seen the most
     first, n, column0 = my_rows(table_ptr, n_slots, BLOCK_N, PER_SLOT, CAUSAL)
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -245,22 +264,18 @@ def backward_kv(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, lse_ptr
     k = load(k_source, first + column0, kv_head, stride_kv, end, BLOCK_N, D0, D1, TMA, True)
     v = load(v_source, first + column0, kv_head, stride_kv, end, BLOCK_N, D0, D1, TMA, True)
     dk, dv = zeros(BLOCK_N, D0, D1), zeros(BLOCK_N, D0, D1)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        place = head.to(tl.int64) * T + first
-        for i in tl.range(column0 // BLOCK_M * BLOCK_M if CAUSAL else 0, n, BLOCK_M):
-            rows = i + tl.arange(0, BLOCK_M)
-            q = load(q_source, first + i, head, stride_q, end, BLOCK_M, D0, D1, TMA, True)
-            do = load(do_source, first + i, head, stride_do, end, BLOCK_M, D0, D1, TMA, True)
-            lse = tl.load(lse_ptr + place + rows, mask=rows < n, other=float("inf"))  # so p = 0 past the end
-            delta = tl.load(delta_ptr + place + rows, mask=rows < n, other=0.0)
-            s = outer(k, q, PRECISION)  # (BLOCK_N, BLOCK_M)
-            dp = outer(v, do, PRECISION)  # asked for before p, so that it is multiplied while the exponentials are taken
-            p = tl.math.exp2(tl.fma(s, scale * LOG2E, -lse[None, :]))
-            if CAUSAL:
-                p = tl.where(rows[None, :] >= columns[:, None], p, 0.0)
-            dv = add(dv, p, do, PRECISION)
-            dk = add(dk, p * (dp - delta[None, :]), q, PRECISION)
+    start = column0 // BLOCK_M * BLOCK_M if CAUSAL else 0  # the first query that sees these keys
+    if GROUP == 1:
+        for i in tl.range(start, n, BLOCK_M):
+            dk, dv = add_queries(dk, dv, k, v, i, kv_head, q_source, do_source, lse_ptr, delta_ptr, stride_q, stride_do, T, scale,
+                                 first, n, columns, D0, D1, BLOCK_M, CAUSAL, TMA, PRECISION)
+    else:  # one loop over all heads of the group, which takes fewer registers than one in another
+        blocks = (n - start + BLOCK_M - 1) // BLOCK_M
+        for step in tl.range(0, GROUP * blocks):
+            member = step // blocks
+            dk, dv = add_queries(dk, dv, k, v, start + (step - member * blocks) * BLOCK_M, kv_head * GROUP + member,
+                                 q_source, do_source, lse_ptr, delta_ptr, stride_q, stride_do, T, scale,
+                                 first, n, columns, D0, D1, BLOCK_M, CAUSAL, TMA, PRECISION)
     store(dk_ptr, first + column0, kv_head, kv_heads, dk, ones * scale, keep, BLOCK_N, D0, D1)
     store(dv_ptr, first + column0, kv_head, kv_heads, dv, ones, keep, BLOCK_N, D0, D1)
 
@@ -274,11 +289,12 @@ TILES = {
     ("forward", 64):      {"sm_80": (64, 64, 4, 3), "sm_86": (64, 64, 4, 3), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("forward", 96):      {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("forward", 128):     {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (128, 128, 8, 2), "gfx942": (64, 64, 4, 1)},
+    ("forward", 80):      {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
     ("backward_q", 64):   {"sm_80": (64, 64, 4, 2), "sm_86": (64, 64, 4, 2), "sm_90": (64, 128, 4, 2),  "gfx942": (64, 64, 4, 1)},
     ("backward_q", 96):   {"sm_80": (32, 32, 4, 2), "sm_86": (32, 32, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
     ("backward_q", 128):  {"sm_80": (32, 32, 4, 2), "sm_86": (32, 32, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
     ("backward_kv", 64):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (64, 64, 4, 1)},
-    ("backward_kv", 96):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 64, 4, 2),   "gfx942": (32, 64, 4, 1)},
+    ("backward_kv", 96):  {"sm_80": (32, 64, 4, 2), "sm_86": (32, 64, 4, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (32, 64, 4, 1)},
     ("backward_kv", 128): {"sm_80": (64, 64, 8, 2), "sm_86": (64, 64, 8, 2), "sm_90": (64, 128, 8, 2),  "gfx942": (32, 64, 4, 1)},
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # which keeps lse and delta of a block in more registers
@@ -335,7 +351,10 @@ def row_blocks(cu_seqlens, T, causal):
 
 def tile_of(name, D, arch, dtype):
     """(BLOCK_M, BLOCK_N, warps, stages)."""
-    return FP32_TILE if dtype == torch.float32 else TILES[name, 64 if D in (16, 32, 64) else 128 if D == 128 else 96][arch]
+    if dtype == torch.float32:
+        return FP32_TILE
+    column = D if (name, D) in TILES else 64 if D < 48 else 96
+    return TILES[name, column][arch]
 
 
 def by_descriptor(D, arch, dtype):
