@@ -1,0 +1,510 @@
+"""
+Tasks: a folder of files in a format of the field is read as rows of text, and rows become items of ids.
+
+The format says the family, and the beginning of a file's name its split (train; val, valid, validation or dev; test):
+  SC  .tsv or .jsonl with a column `label` and one or two columns of text (names: TEXTS); GLUE's files as they are
+  TC  .txt, .conll, .iob2 or .bio: a word a line, its tag in the last column, an empty line after each sentence
+  QA  .json: SQuAD 1.1 and 2.0, ReCoRD
+  IR  collection.tsv, queries.SPLIT.tsv, qrels.SPLIT.tsv (MS MARCO), or corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv (BEIR)
+
+As in arXiv 2507.00994, a task without a labelled test file is tested on its validation file, and then, as where there is no validation file,
+5 % of train is held out to validate on. What is left out, cut or held out is said in `notes`.
+"""
+import hashlib, json, re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from data.metrics import entities, is_entities, to_iob2
+from data.prepare import DATA, dataset_folder, fraction
+
+SUFFIXES = {".tsv": "SC", ".jsonl": "SC", ".txt": "TC", ".conll": "TC", ".iob2": "TC", ".bio": "TC", ".json": "QA"}
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+LABELS = ("gold_label", "is_duplicate", "label")
+TEXTS = (("sentence1", "sentence2"), ("question1", "question2"), ("question", "sentence"), ("question", "passage"), ("premise", "hypothesis"),
+         ("text", "pair"), ("sentence",), ("text",))
+HELD_OUT = 0.05  # of train, to validate on
+
+
+@dataclass
+class Task:
+    name: str
+    family: str                                  # SC, TC, QA or IR
+    rows: dict                                   # split -> rows; "train", "val", and one or more to test on. IR: {query id: text}
+    labels: list = field(default_factory=list)   # SC: of a text; TC: tags of a word
+    entities: bool = False                       # TC: the tags name entities
+    unanswerable: bool = False                   # QA: some questions have no answer
+    corpus: object = None                        # IR: Corpus
+    qrels: dict = field(default_factory=dict)    # IR: split -> {query id: {document's number in the corpus: grade}}
+    digest: str = ""                             # changes with any of this
+    notes: list = field(default_factory=list)    # what a person should know, a line each
+
+    @property
+    def tests(self):
+        return [split for split in self.rows if split not in ("train", "val")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# files to rows
+
+
+def load_task(name, test_only=False):
+    """The task in the folder data/NAME, or in any folder. test_only: a train file need not be there."""
+    folder = dataset_folder(name)
+    recipe = DATA / name / "prepare.py" if "/" not in name else None
+    remedy = f"python data/{name}/prepare.py makes it" if recipe and recipe.exists() else "give a folder under data/ or the path of one"
+    if not folder.is_dir():
+        raise SystemExit(f"--task {name}: no such folder; {remedy}")
+    if (folder / "collection.tsv").exists() or (folder / "corpus.jsonl").exists():
+        task = load_retrieval(name, folder)
+    else:
+        files = {}
+        for path in sorted(folder.iterdir()):
+            found = re.fullmatch(r"([a-z]+)(?:[-_.](.*))?", path.stem)
+            if path.suffix in SUFFIXES and found and found[1] in SPLITS:
+                files.setdefault(SPLITS[found[1]], {})[found[2] or ""] = path
+        if not files or "train" not in files and not test_only:
+            raise SystemExit(f"--task {name}: {folder} has no train file of a known format (train.tsv, .jsonl, .txt, .json, ...); {remedy}")
+        if len(families := {SUFFIXES[path.suffix] for paths in files.values() for path in paths.values()}) > 1:
+            raise SystemExit(f"--task {name}: {folder} mixes formats of {' and '.join(sorted(families))}; keep one task a folder")
+        task = Task(name, families.pop(), {})
+        read = {"SC": read_sc, "TC": read_tc, "QA": read_qa}[task.family]
+        rows = {split: {part: read(path, task.notes) for part, path in paths.items()} for split, paths in files.items()}
+        if task.family == "SC":
+            for part in [part for part, some in rows.get("test", {}).items() if all(row["label"] is None for row in some)]:
+                task.notes.append(f"{files['test'][part].name} has no labels, so it is no test")
+                del rows["test"][part]
+        tests = rows.get("test") or rows.pop("val", {})
+        for split in {"train", "val"} & rows.keys():
+            if len(rows[split]) > 1:
+                raise SystemExit(f"--task {name}: {folder} holds several {split} files ({', '.join(p.name for p in files[split].values())}); leave one")
+        task.rows["train"] = rows["train"].popitem()[1] if "train" in rows else []
+        if "val" in rows:
+            task.rows["val"] = rows["val"].popitem()[1]
+        for part, some in tests.items():
+            task.rows["test" if len(tests) == 1 or part in ("", "train", "val") else part] = some
+    if task.rows.get("train"):
+        if "val" not in task.rows:
+            hold_out(task)
+        if not task.tests:
+            raise SystemExit(f"--task {name}: {folder} has nothing to test on; give a file dev.* or test.*")
+    for split, rows in task.rows.items():
+        if not rows and not (split in ("train", "val") and test_only):
+            raise SystemExit(f"--task {name}: no row for {split} in {folder}; give more data")
+    check_labels(task)
+    told = [task.rows, task.labels, task.qrels, task.corpus and task.corpus.size]
+    task.digest = hashlib.blake2b(json.dumps(told).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return task
+
+
+def hold_out(task):
+    """5 % of train to validate on, the same ones always; rows with the same text, or question on the same context, stay together."""
+    train, key = task.rows["train"], {"SC": "text", "TC": "words", "QA": "context"}.get(task.family)
+    keys = list(train.values()) if key is None else [" ".join(row[key]) if key == "words" else row[key] for row in train]
+    count, wanted, chosen = Counter(keys), HELD_OUT * len(keys), set()
+    for text in sorted(count, key=fraction):
+        if wanted <= 0 or len(chosen) == len(count) - 1:
+            break
+        chosen.add(text)
+        wanted -= count[text]
+    if not chosen:
+        raise SystemExit(f"--task {task.name}: {len(keys)} rows to train on, too few to hold some out; give a file val.*")
+    rows = list(train.items()) if key is None else train
+    parts = [[row for row, k in zip(rows, keys) if (k in chosen) == side] for side in (False, True)]
+    task.rows["train"], task.rows["val"] = map(dict, parts) if key is None else parts
+    if key is None:
+        task.qrels["val"] = {q: task.qrels["train"].pop(q) for q in task.rows["val"]}
+    task.notes.append(f"validation: {len(parts[1]):,} of {len(keys):,} training rows, held out")
+
+
+def check_labels(task):
+    """Fills in `labels`, from train, and what follows from them; a label that train does not have ends here."""
+    everything = lambda f: [f(row) for split in task.rows for row in task.rows[split]]
+    if task.family == "QA":
+        task.unanswerable = any(everything(lambda row: not row["answers"]))
+    if task.family == "TC":
+        tags = {tag for row in task.rows["train"] for tag in row["tags"]}
+        task.entities = is_entities(tags)
+        if task.entities:
+            for rows in task.rows.values():
+                for row in rows:
+                    row["tags"] = to_iob2(row["tags"])
+            kinds = sorted({kind for row in task.rows["train"] for kind, *_ in entities(row["tags"])})
+            task.labels = ["O"] + [f"{prefix}-{kind}" for kind in kinds for prefix in "BI"]
+        else:
+            task.labels = sorted(tags)
+    if task.family == "SC":
+        labels = {row["label"] for row in task.rows["train"]} - {None}
+        whole = all(re.fullmatch(r"-?\d+", label) for label in labels)
+        task.labels = sorted(labels, key=int) if whole else sorted(labels)
+    if task.family in ("SC", "TC") and task.rows["train"]:
+        for split, rows in task.rows.items():
+            for i, row in enumerate(rows):
+                for label in [row["label"]] if task.family == "SC" else row["tags"]:
+                    if label not in task.labels:
+                        what = "no label" if label is None else f"label {label!r}"
+                        raise SystemExit(f"--task {task.name}: {what} in row {i + 1} of {split}; the labels of train are {', '.join(task.labels[:40])}")
+        if len(task.labels) < 2:
+            raise SystemExit(f"--task {task.name}: train has the one label {task.labels[0] if task.labels else ''!r}; nothing to learn")
+
+
+def lines_of(path):
+    """(number, line) of a UTF-8 file. Only a line feed ends a line."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise SystemExit(f"{path}: not UTF-8 after line {number:,}; convert it, e.g. with iconv -t utf-8") from None
+
+
+def json_of(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise SystemExit(f"{where}: not JSON ({problem}); mend it or fetch it again") from None
+
+
+def whole(text):
+    """text with a lone surrogate, which JSON can spell but is no character, replaced by one that is."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def read_sc(path, notes):
+    """[{"text", "pair" or None, "label" or None}]. A quote in a .tsv is a letter like any other. No label: -1, or no such column."""
+    lines, odd, undecided, rows = lines_of(path), 0, 0, []
+    if path.suffix == ".tsv":
+        header = next(lines, (0, ""))[1].split("\t")
+        cells = ((n, line.split("\t")) for n, line in lines if line)
+        records = ((n, dict(zip(header, row)) if len(row) == len(header) else None) for n, row in cells)
+    else:
+        records = ((n, json_of(line, f"{path}, line {n:,}")) for n, line in lines if line.strip())
+        header = None
+    for n, record in records:
+        if record is None:
+            odd += 1
+            continue
+        if not isinstance(record, dict):
+            raise SystemExit(f"{path}, line {n:,}: not a JSON object; give one with a text and a label")
+        columns = next((names for names in TEXTS if set(names) <= record.keys()), None)
+        if columns is None:
+            raise SystemExit(f"{path}, line {n:,}: the columns {', '.join(record)[:200]} hold no text; name them text (and pair), and label")
+        texts = [record[name] for name in columns]
+        if not all(isinstance(text, str) for text in texts):
+            raise SystemExit(f"{path}, line {n:,}: {' or '.join(columns)} is no text")
+        label = next((record[name] for name in LABELS if name in record), None)
+        label = None if label is None else str(label).lower() if isinstance(label, bool) else str(label).strip()
+        if label == "-":  # MNLI's annotators did not agree
+            undecided += 1
+            continue
+        if label == "":
+            raise SystemExit(f"{path}, line {n:,}: an empty label; fill it in, or give -1 throughout a file without labels")
+        rows.append({"text": whole(texts[0]), "pair": whole(texts[1]) if len(texts) > 1 else None, "label": None if label == "-1" else label})
+    if odd:
+        notes.append(f"{path.name}: {odd:,} rows left out that have not the {len(header)} columns of the first line")
+    if undecided:
+        notes.append(f"{path.name}: {undecided:,} rows left out whose label is -")
+    return rows
+
+
+def read_tc(path, notes, tagged=True):
+    """[{"words", "tags"}]. -DOCSTART- lines and comments (# and a space, before a sentence) are no words. tagged=False: the tag may be missing."""
+    rows, words, tags = [], [], []
+    for n, line in [*lines_of(path), (0, "")]:
+        cells = [cell for cell in re.split("\t" if "\t" in line else " +", line.strip(" \t")) if cell]
+        if not cells or cells[0] == "-DOCSTART-":
+            if words:
+                rows.append({"words": words, "tags": tags})
+            words, tags = [], []
+        elif not (line.startswith("# ") and not words and len(cells) != 2):
+            if len(cells) < 2 and tagged:
+                raise SystemExit(f"{path}, line {n:,}: {line[:60]!r} has no tag; give a word and its tag on each line")
+            words.append(cells[0])
+            tags.append(cells[-1])
+    return rows
+
+
+def read_qa(path, notes):
+    """[{"id", "question", "context", "answers": [{"text", "start"}]}]; start counts characters of the context, -1 where the answer is not there."""
+    rows, astray = [], 0
+    try:
+        for article in json_of(path.read_text(encoding="utf-8-sig"), path)["data"]:
+            for paragraph in [article] if "passage" in article else article["paragraphs"]:
+                record = "passage" in paragraph  # ReCoRD
+                context = whole(paragraph["passage"]["text"] if record else paragraph["context"])
+                for qa in paragraph["qas"]:
+                    answers = []
+                    for answer in [] if qa.get("is_impossible") else qa.get("answers", []):
+                        start = answer["start"] if record else answer["answer_start"]
+                        text = whole(context[start:answer["end"] + 1] if record and "text" not in answer else answer["text"])  # its last character counts
+                        if text and context[start:start + len(text)] == text and start >= 0:
+                            answers.append({"text": text, "start": start})
+                        else:
+                            astray += 1
+                            answers.append({"text": text, "start": -1})
+                    rows.append({"id": str(qa.get("id", qa.get("idx"))), "question": whole(qa["query"] if record else qa["question"]),
+                                 "context": context, "answers": answers})
+    except (KeyError, TypeError) as problem:
+        raise SystemExit(f"{path}: not SQuAD's or ReCoRD's JSON ({type(problem).__name__}: {problem})") from None
+    except UnicodeDecodeError:
+        raise SystemExit(f"{path}: not UTF-8; convert it, e.g. with iconv -t utf-8") from None
+    if astray:
+        notes.append(f"{path.name}: {astray:,} answers are not where they should start; they are scored, not trained on")
+    return rows
+
+
+class Corpus:
+    """The documents of a retrieval task: the lines of collection.tsv or corpus.jsonl, mapped into memory and read when asked for."""
+
+    def __init__(self, path):
+        self.path = path
+        self.data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        self.size, block = len(self.data), 1 << 26
+        ends = [np.flatnonzero(self.data[i:i + block] == 10) + i for i in range(0, self.size, block)]
+        if self.size and self.data[-1] != 10:
+            ends.append([self.size])
+        ends = np.concatenate(ends).astype(np.int64) if ends else np.empty(0, np.int64)
+        self.starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[:len(ends)]
+        self.lengths = ends - self.starts  # in bytes
+        keep = self.lengths > 0
+        self.starts, self.lengths = self.starts[keep], self.lengths[keep]
+        self.number = {self.read(i)[0]: i for i in range(len(self))}  # document's id -> number
+        if len(self.number) < len(self):
+            raise SystemExit(f"{path}: {len(self) - len(self.number):,} ids stand there twice; an id is one document")
+
+    def __len__(self):
+        return len(self.starts)
+
+    def read(self, i):
+        """(id, text) of document i."""
+        try:
+            line = bytes(self.data[self.starts[i]:self.starts[i] + self.lengths[i]]).decode("utf-8-sig").rstrip("\r")
+        except UnicodeDecodeError:
+            raise SystemExit(f"{self.path}, document {i + 1:,}: not UTF-8; convert it, e.g. with iconv -t utf-8") from None
+        if self.path.suffix == ".tsv":
+            name, tab, text = line.partition("\t")
+            if not tab:
+                raise SystemExit(f"{self.path}, document {i + 1:,}: no tab after the id")
+            return name, text
+        record = json_of(line, f"{self.path}, document {i + 1:,}")
+        if not isinstance(record, dict) or "_id" not in record or "text" not in record:
+            raise SystemExit(f"{self.path}, document {i + 1:,}: no _id or no text")
+        return str(record["_id"]), whole(f"{record.get('title') or ''} {record['text']}".strip())
+
+    def __getitem__(self, i):
+        return self.read(i)[1]
+
+
+def load_retrieval(name, folder):
+    task, found = Task(name, "IR", {}), {}
+    beir = (folder / "corpus.jsonl").exists()
+    for path in sorted(folder.glob("qrels/*.tsv" if beir else "qrels.*.tsv")):
+        part = (path.stem if beir else path.name[6:-4]).split(".")[0]
+        if part in SPLITS:
+            found.setdefault(SPLITS[part], []).append(path)
+    if not found:
+        raise SystemExit(f"--task {name}: {folder} has no relevance judgements ({'qrels/test.tsv' if beir else 'qrels.dev.tsv'}, ...)")
+    task.corpus = Corpus(folder / ("corpus.jsonl" if beir else "collection.tsv"))
+    for split, paths in found.items():
+        if len(paths) > 1:
+            raise SystemExit(f"--task {name}: several judgements for {split} ({', '.join(path.name for path in paths)}); leave one")
+        texts = {}
+        for path in [folder / "queries.jsonl"] if beir else sorted(folder.glob(f"{paths[0].name.replace('qrels', 'queries', 1)[:-4]}.tsv")):
+            for n, line in lines_of(path):
+                if line:
+                    query, _, text = line.partition("\t") if not beir else ((r := json_of(line, f"{path}, line {n}"))["_id"], "", whole(r["text"]))
+                    texts[str(query)] = text
+        qrels, lost = {}, 0
+        for n, line in lines_of(paths[0]):
+            cells = line.split()
+            if not cells or n == 1 and cells[-1] == "score":
+                continue
+            try:
+                query, document, grade = cells[0], cells[-2], int(cells[-1])
+            except (IndexError, ValueError):
+                raise SystemExit(f"{paths[0]}, line {n:,}: {line[:60]!r} is no judgement (query, document, grade)") from None
+            if query not in texts:
+                raise SystemExit(f"{paths[0]}, line {n:,}: query {query} has no text in {folder}")
+            lost += document not in task.corpus.number
+            qrels.setdefault(query, {})[task.corpus.number.get(document, -1 - n)] = grade  # a number below 0 is never found
+        if lost:
+            task.notes.append(f"{paths[0].name}: {lost:,} judged documents are not in the corpus; a relevant one counts as not found")
+        if split == "train":  # pairs to learn from
+            qrels = {q: grades for q, grades in qrels.items() if any(d >= 0 and grade > 0 for d, grade in grades.items())}
+        task.qrels[split], task.rows[split] = qrels, {query: texts[query] for query in qrels}
+    if "test" not in task.rows and "val" in task.rows:
+        for part in (task.rows, task.qrels):
+            part["test"] = part.pop("val")
+    if "train" in task.rows and "val" not in task.rows:
+        hold_out(task)
+    task.rows = {split: task.rows[split] for split in ("train", "val", "test") if split in task.rows}
+    return task
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# rows to items
+
+
+class Item(NamedTuple):
+    """A text that the model reads in one go. It ends with <|eos|>, as the documents of pretraining do."""
+    row: int                 # which row it belongs to
+    ids: np.ndarray          # (L,) int64
+    places: np.ndarray = ()  # TC: places in ids of the words' first pieces. QA: the first place of the context, the place after it
+    targets: np.ndarray = () # SC: the label. TC: the tags. QA: the places of the answer's first and last token, both L - 1 where it is not here
+    spans: np.ndarray = ()   # QA: (tokens of the context here, 2) first character of each in the context, and the one after
+
+
+def encode_sc(task, rows, tokenizer, max_length, notes):
+    """text <|eos|>, or text <|eos|> pair <|eos|>; the longer of two is shortened."""
+    items, cut = [], 0
+    for i, row in enumerate(rows):
+        parts = [tokenizer.encode(text) for text in (row["text"], row["pair"]) if text is not None]
+        room = max_length - len(parts)
+        if sum(map(len, parts)) > room:
+            cut += 1
+            least = min(map(len, parts)) if len(parts) == 2 else 0
+            long = max(room - least, room - room // 2) if len(parts) == 2 else room
+            short = room - long
+            first = len(parts) == 1 or len(parts[0]) >= len(parts[1])
+            parts = [part[:long if (n == 0) == first else short] for n, part in enumerate(parts)]
+        ids = np.concatenate([piece for part in parts for piece in (part, [tokenizer.eos])]).astype(np.int64)
+        target = [] if row["label"] is None or row["label"] not in task.labels else [task.labels.index(row["label"])]
+        items.append(Item(i, ids, (), np.array(target, np.int64)))
+    if cut:
+        notes.append(f"{cut:,} of {len(rows):,} rows are cut at --max_length {max_length}")
+    return items
+
+
+def encode_tc(task, rows, tokenizer, max_length, notes):
+    """The words of a sentence with a space before each but the first. A sentence that is too long becomes several items, cut between words."""
+    items, known, several, cut = [], {}, 0, 0
+    number = {tag: i for i, tag in enumerate(task.labels)}
+    for i, row in enumerate(rows):
+        begun, ids, places, tags = len(items), [], [], []
+
+        def close():
+            items.append(Item(i, np.array(ids + [tokenizer.eos], np.int64), np.array(places, np.int64), np.array(tags, np.int64)))
+
+        for n, word in enumerate(row["words"]):
+            text = word if n == 0 else " " + word
+            if text not in known:
+                known[text] = tokenizer.encode(text).tolist()
+            pieces = known[text][:max_length - 1]
+            cut += len(pieces) < len(known[text])
+            if ids and len(ids) + len(pieces) > max_length - 1:
+                close()
+                ids, places, tags = [], [], []
+            places.append(len(ids))
+            ids += pieces
+            if row["tags"]:
+                tags.append(number[row["tags"][n]])
+        close()
+        several += len(items) - begun > 1
+    if several:
+        notes.append(f"{several:,} of {len(rows):,} sentences are longer than --max_length {max_length} and read in parts")
+    if cut:
+        notes.append(f"{cut:,} words are longer than --max_length {max_length} and cut")
+    return items
+
+
+def character_spans(text, ids, tokenizer):
+    """(len(ids), 2): the first character of each token in text, and the one after its last. A character of several tokens is in all of them."""
+    lengths = np.zeros(tokenizer.n_ordinary, np.int64)
+    for piece, i in tokenizer.ranks.items():
+        lengths[i] = len(piece)
+    code = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    ends = (1 + (code >= 0x80) + (code >= 0x800).astype(np.int64) + (code >= 0x10000)).cumsum()  # of each character, in bytes
+    after = lengths[ids].cumsum()
+    return np.stack([np.searchsorted(ends, after - lengths[ids], "right"), np.searchsorted(ends, after - 1, "right") + 1], 1)
+
+
+def encode_qa(task, rows, tokenizer, max_length, notes, doc_stride=128):
+    """question <|eos|> context <|eos|>; a context that is too long is read in windows that overlap by doc_stride tokens. The last <|eos|> stands
+    for "no answer here"."""
+    items, windows, cut, inside, spans_of = [], 0, 0, 0, {}
+    for i, row in enumerate(rows):
+        question, context = tokenizer.encode(row["question"]).astype(np.int64), row["context"]
+        if len(question) > max_length // 2:
+            question, cut = question[:max_length // 2], cut + 1
+        if context not in spans_of:
+            spans_of.clear()  # questions on one context stand together
+            ids = tokenizer.encode(context).astype(np.int64)
+            spans_of[context] = ids, character_spans(context, ids, tokenizer)
+        ids, spans = spans_of[context]
+        answers = []
+        for answer in row["answers"]:
+            if answer["start"] >= 0:
+                first = int(np.searchsorted(spans[:, 1], answer["start"], "right"))
+                last = int(np.searchsorted(spans[:, 0], answer["start"] + len(answer["text"]))) - 1
+                inside += context[spans[first, 0]:spans[last, 1]].strip() != answer["text"].strip()
+                answers.append((first, last))
+        room = max_length - len(question) - 2
+        step, begun = max(1, room - min(doc_stride, room // 2)), len(items)
+        for at in range(0, max(1, len(ids)), step):
+            part, first = ids[at:at + room], len(question) + 1
+            whole_ids = np.concatenate([question, [tokenizer.eos], part, [tokenizer.eos]]).astype(np.int64)
+            here = [(first + a - at, first + b - at) for a, b in answers if a >= at and b < at + room]
+            target = here[0] if here else (len(whole_ids) - 1,) * 2
+            items.append(Item(i, whole_ids, np.array([first, first + len(part)]), np.array(target), spans[at:at + room]))
+            if at + room >= len(ids):
+                break
+        windows += len(items) - begun > 1
+    if windows:
+        notes.append(f"{windows:,} of {len(rows):,} contexts are longer than --max_length {max_length} and read in windows")
+    if cut:
+        notes.append(f"{cut:,} questions are cut at half of --max_length {max_length}")
+    if inside:
+        notes.append(f"{inside:,} answers begin or end inside a token, so no span of tokens is exactly them")
+    return items
+
+
+def encode_text(text, tokenizer, max_length):
+    """(ids (L,) int64 with <|eos|>, whether the text was cut)."""
+    ids = tokenizer.encode(text).astype(np.int64)
+    return np.append(ids[:max_length - 1], tokenizer.eos), len(ids) > max_length - 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------
+# items to batches
+
+
+class Batch(NamedTuple):
+    """Texts laid end to end in rows; what is left of a row is a document of padding, scored nowhere."""
+    ids: torch.Tensor         # (B, T) int64
+    cu_seqlens: torch.Tensor  # (documents + 1,) int32, see model.py
+    max_seqlen: int
+    starts: torch.Tensor      # (n,) where each text begins in ids.view(-1), in the order they were given
+    lengths: torch.Tensor     # (n,)
+    places: torch.Tensor      # of the items: TC (words,) in ids.view(-1); QA (n, 2)
+    targets: torch.Tensor     # SC (n,), TC (words,), QA (n, 2)
+
+    def to(self, device):
+        if device.type != "cuda":
+            return Batch(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))
+        return Batch(*(x.pin_memory().to(device, non_blocking=True) if isinstance(x, torch.Tensor) else x for x in self))
+
+
+def make_batch(items, family, pad):
+    """Rows are as long as the longest text; the longest texts are laid first, each into the first row that has room."""
+    lengths = np.array([len(item.ids) for item in items])
+    T = lengths.max()
+    room, starts = np.full(len(items), T), np.empty(len(items), np.int64)
+    for i in np.argsort(-lengths, kind="stable"):
+        row = int(np.argmax(room >= lengths[i]))
+        starts[i] = (row + 1) * T - room[row]
+        room[row] -= lengths[i]
+    B = int((room < T).sum())
+    ids = np.full(B * T, pad, np.int64)
+    for item, start in zip(items, starts):
+        ids[start:start + len(item.ids)] = item.ids
+    cu_seqlens = np.unique(np.concatenate([starts, (np.arange(B) + 1) * T - room[:B], [B * T]]))
+    places = [item.places + start if family == "TC" else item.places for item, start in zip(items, starts)]
+    shape = (-1, 2) if family == "QA" else (-1,)
+    wrap = lambda parts: torch.from_numpy(np.concatenate(parts).astype(np.int64).reshape(shape))
+    return Batch(torch.from_numpy(ids.reshape(B, T)), torch.from_numpy(cu_seqlens.astype(np.int32)), int(T), torch.from_numpy(starts),
+                 torch.from_numpy(lengths), wrap(places), wrap([item.targets for item in items]))
