@@ -449,12 +449,12 @@ def best_rate(lines):
 
 def summary(lines, test):
     """Of the cells of one grid: the chosen rate, the test score there, and how much it hangs on seed and rate."""
-    rate, score = best_rate(lines), lambda line: line["test"][test][line["main"]] if not line["diverged"] else line["floor"]
+    rate, score = best_rate(lines), lambda line: line["floor"][test] if line["diverged"] else line["test"][test][line["main"]]
     rates = sorted({line["rate"] for line in lines})
     mean, half = interval([score(line) for line in lines if line["rate"] == rate])
     seeds = [score(line) for line in lines if line["rate"] == rate]
     means = [np.mean([score(line) for line in lines if line["rate"] == r]) for r in rates]
-    failed = [line["diverged"] or line["val"][line["main"]] <= line["floor"] for line in lines]
+    failed = [line["diverged"] or line["val"][line["main"]] <= line["floor"]["val"] for line in lines]
     return {"rate": rate, "n": len(seeds), "mean": mean, "half": half, "over_seeds": float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None,
             "over_rates": float(np.ptp(means)) if len(rates) > 1 else None, "failed": sum(failed), "cells": len(lines)}
 
@@ -486,11 +486,11 @@ def table(all_grids):
         one = cells[0]
         special = [f"{k} {v}" for k, v in one["cell"].items() if k in plain and k not in ("task", "random_weights", "max_length", "dtype") and v != plain[k]]
         weights = ", ".join([("random, as " if one["cell"]["random_weights"] else "") + one["init_from"], *special])
-        for test in one["test"] or ["test"]:
-            r = summary([line for line in cells if line["test"] or line["diverged"]], test)
+        for test in [name for name in one["floor"] if name != "val"]:
+            r = summary(cells, test)
             half = "" if r["half"] is None else f" ± {percent(r['half'])}"
             rows.append(f"| {one['task']}{'' if test == 'test' else f' ({test})'} | {one['main']} | {weights} | {r['rate']:g} | {percent(r['mean'])}{half} | {r['n']} "
-                        f"| {percent(one['floor'])} | {percent(r['over_seeds'])} | {percent(r['over_rates'])} | {r['failed']} of {r['cells']} |")
+                        f"| {percent(one['floor'].get(test))} | {percent(r['over_seeds'])} | {percent(r['over_rates'])} | {r['failed']} of {r['cells']} |")
     return "\n".join(rows)
 
 
@@ -512,7 +512,7 @@ def report(folders):
     figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), squeeze=False)
     for axis, name in zip(axes[0], tasks):
         for cells in (cells for cells in found if cells[0]["task"] == name):
-            rates, test = sorted({line["rate"] for line in cells if line["test"]}), next(iter(cells[0]["test"]), None)
+            rates, test = sorted({line["rate"] for line in cells if line["test"]}), list(cells[0]["floor"])[1]
             bands = [interval([100 * line["test"][test][line["main"]] for line in cells if line["rate"] == rate and line["test"]]) for rate in rates]
             mean, half = np.array([b[0] for b in bands]), np.array([b[1] or 0 for b in bands])
             axis.plot(rates, mean, marker="o", label=("random, as " if cells[0]["cell"]["random_weights"] else "") + cells[0]["init_from"])
@@ -601,7 +601,9 @@ def sweep(s, m, state):
             notes += more
     for note in notes:
         say(f"        {note}")
-    floor_val, n_out = floor(task, "val", s), 2 if task.family == "QA" else len(task.labels)
+    floors = {"val": floor(task, "val", s)}
+    floors |= {name: floor(other, "test", s) for name, other in others.items()} or {split: floor(task, split, s) for split in task.tests}
+    n_out = 2 if task.family == "QA" else len(task.labels)
     limit = max([int(item.targets[1] - item.targets[0]) + 1 for item in items["train"]], default=1) if task.family == "QA" else None
 
     # model
@@ -614,7 +616,7 @@ def sweep(s, m, state):
     say(f"model   {s.init_from}{', its shape with random weights' if s.random_weights else ''}; {m.device.type}, {m.team.world} process{'es' * (m.team.world > 1)}, "
         f"{cell['dtype']}, {attention}\n"
         f"run     {n_steps(len(items['train']), s):,} steps of {s.batch_size} a cell; rates {', '.join(f'{r:g}' for r in rates)}; seeds {', '.join(map(str, seeds))}; "
-        f"{main_score} without learning {floor_val:.1%} (val)\noutput  {out_dir / 'results.jsonl'}", flush=True)
+        f"{main_score} without learning {floors['val']:.1%} (val)\noutput  {out_dir / 'results.jsonl'}", flush=True)
 
     # cells
     m.team.share(lambda: out_dir.mkdir(parents=True, exist_ok=True))
@@ -634,7 +636,7 @@ def sweep(s, m, state):
             found = {split: outputs(model, items[split], m, tokenizer.pad, limit, split) for split in items if split != "train"}
             val = scores(task, task.rows["val"], items["val"], found["val"])
             test = {split: scores(task, task.rows[split], items[split], found[split], val.get("threshold")) for split in task.tests}
-        line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floor_val, **trained,
+        line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained,
                 "init_from": s.init_from, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
         beaten = [other["val"][main_score] for other in lines if other["val"]]
         if s.save and val and val[main_score] > max(beaten, default=-math.inf):

@@ -115,7 +115,8 @@ def hold_out(task):
         raise SystemExit(f"--task {task.name}: {len(keys)} rows to train on, too few to hold some out; give a file val.*")
     rows = list(train.items()) if key is None else train
     parts = [[row for row, k in zip(rows, keys) if (k in chosen) == side] for side in (False, True)]
-    task.rows["train"], task.rows["val"] = map(dict, parts) if key is None else parts
+    train, val = map(dict, parts) if key is None else parts
+    task.rows = {"train": train, "val": val, **{split: rows for split, rows in task.rows.items() if split != "train"}}
     if key is None:
         task.qrels["val"] = {q: task.qrels["train"].pop(q) for q in task.rows["val"]}
     task.notes.append(f"validation: {len(parts[1]):,} of {len(keys):,} training rows, held out")
@@ -426,7 +427,7 @@ def character_spans(text, ids, tokenizer):
 def encode_qa(task, rows, tokenizer, max_length, notes, doc_stride=128):
     """question <|eos|> context <|eos|>; a context that is too long is read in windows that overlap by doc_stride tokens. The last <|eos|> stands
     for "no answer here"."""
-    items, windows, cut, inside, spans_of = [], 0, 0, 0, {}
+    items, windows, cut, inside, nowhere, spans_of = [], 0, 0, 0, 0, {}
     for i, row in enumerate(rows):
         question, context = tokenizer.encode(row["question"]).astype(np.int64), row["context"]
         if len(question) > max_length // 2:
@@ -454,10 +455,13 @@ def encode_qa(task, rows, tokenizer, max_length, notes, doc_stride=128):
             if at + room >= len(ids):
                 break
         windows += len(items) - begun > 1
+        nowhere += bool(answers) and all(item.targets[0] == len(item.ids) - 1 for item in items[begun:])
     if windows:
         notes.append(f"{windows:,} of {len(rows):,} contexts are longer than --max_length {max_length} and read in windows")
     if cut:
         notes.append(f"{cut:,} questions are cut at half of --max_length {max_length}")
+    if nowhere:
+        notes.append(f"{nowhere:,} answers are whole in no window; give a larger --doc_stride")
     if inside:
         notes.append(f"{inside:,} answers begin or end inside a token, so no span of tokens is exactly them")
     return items
