@@ -1,5 +1,5 @@
 """What must stay true of tasks, scores and fine-tuning. Run by `python -m pytest` from the top folder."""
-import dataclasses, json, math, os, subprocess, sys
+import dataclasses, gzip, hashlib, http.server, importlib.util, json, math, os, subprocess, sys, threading
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,9 @@ import torch
 
 import finetune
 from data.metrics import answer_scores, best_threshold, classification, entities, entity_scores, ranking_scores, to_iob2
-from data.tasks import Corpus, Item, character_spans, encode_qa, encode_sc, encode_tc, load_task, make_batch, read_qa
+from data.documented import Documented
+from data.fetch import fetch
+from data.tasks import Item, character_spans, encode_qa, encode_sc, encode_tc, load_task, make_batch, read_qa, read_tc
 from data.test_data import byte_tokenizer
 from data.tokenizer import GPT2_PATTERN, Tokenizer
 from model import Config, Transformer, save_checkpoint
@@ -525,6 +527,85 @@ def test_bad_settings_end_in_one_line(tmp_path, checkpoint, flags, said):
     with pytest.raises(SystemExit, match=said) as end:
         run("--init_from", checkpoint, "--task", name, "--out_dir", tmp_path / "out", *flags)
     assert "\n" not in str(end.value) and not (tmp_path / "out").exists()
+
+
+# --- prepare scripts
+
+
+def test_a_download_that_broke_off_goes_on(tmp_path):
+    content, asked = bytes(range(256)) * 4000, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.headers.get("Range"))
+            first = int(asked[-1][6:-1]) if asked[-1] else 0
+            self.send_response(206 if first else 200)
+            self.send_header("Content-Length", str(len(content) - first))
+            self.end_headers()
+            self.wfile.write(content[first:] if len(asked) > 1 else content[:100_000])
+
+        log_message = lambda *_: None
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url, path = f"http://127.0.0.1:{server.server_port}/x.bin", tmp_path / "d/x.bin"
+        with pytest.raises(SystemExit, match="broke off"):
+            fetch(url, path, hashlib.md5(content).hexdigest())
+        assert not path.exists()
+        fetch(url, path, hashlib.md5(content).hexdigest())
+        assert path.read_bytes() == content and asked == [None, "bytes=100000-"]
+        with pytest.raises(SystemExit, match="checksum"):
+            fetch(url, tmp_path / "d/y.bin", "0" * 32)
+        assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["x.bin"]
+        server.shutdown()
+
+
+def script(task):
+    spec = importlib.util.spec_from_file_location(f"prepare_{task}", ROOT / f"data/{task}/prepare.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_conversions_of_prepare_scripts(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.txt"
+    source.write_text("# sent_id = 1\n# text = New York!\n1\tNew\tB-LOC\t-\t-\n2\tYork\tI-LOC\t-\t-\n3\t#\tO\t-\t-\n\n")
+    script("uner").convert(source, target)
+    assert read_tc(target, []) == [{"words": ["New", "York", "#"], "tags": ["B-LOC", "I-LOC", "O"]}]
+    names = ("(ORG*", "*)", "*", "(PERSON)", "(DATE*)")
+    source.write_text("#begin document (x); part 000\n" + "".join(f"x 0 {i} w{i} NN * - - - - {name} -\n" for i, name in enumerate(names)) + "\n#end document\n")
+    script("ontonotes").convert(source, target)
+    assert read_tc(target, [])[0]["tags"] == ["B-ORG", "I-ORG", "O", "B-PERSON", "B-DATE"]
+    source.write_text("".join(json.dumps({"passage": {"text": "In Rome."}, "idx": i, "qas": [{"query": "@placeholder", "idx": i, "answers": [{"start": 3, "end": 6}]}]}) + "\n" for i in (0, 1)))
+    script("record").convert(source, target)
+    assert [row["answers"][0]["text"] for row in read_qa(target, [])] == ["Rome", "Rome"]
+    with gzip.open(tmp_path / "t.gz", "wt") as file:
+        file.write(json.dumps({"query_id": "q", "query": "who?", "positive_passages": [{"docid": "d"}], "negative_passages": []}) + "\n")
+    with gzip.open(tmp_path / "c.gz", "wt") as file:
+        file.write(json.dumps({"docid": "d", "text": "me"}) + "\n")
+    (tmp_path / "m/qrels").mkdir(parents=True)
+    for packed, name in (("t.gz", "queries.jsonl"), ("t.gz", "qrels/test.tsv"), ("c.gz", "corpus.jsonl")):
+        script("mldr").convert(tmp_path / packed, tmp_path / "m" / name)
+    task = load_task(str(tmp_path / "m"), test_only=True)
+    assert task.rows == {"test": {"q": "who?"}} and task.qrels == {"test": {"q": {0: 1}}} and task.corpus[0] == "me"
+
+
+def test_docstrings_describe_their_parameters():
+    described = script("docs_qa").described
+    for text in ("Sum.\n\nParameters\n----------\nx : array\n    What to sum, e.g. numbers. More.\naxis : int\n    The axis\n    to sum over.\n\nReturns\n-------\ny : int\n    It all.",
+                 "Sum.\n\nArgs:\n    x (array): What to sum, e.g. numbers. More.\n    axis: The axis\n        to sum over.\n\nReturns:\n    y: It all.",
+                 "Sum.\n\n:param x: What to sum, e.g. numbers. More.\n:param int axis: The axis\n  to sum over.\n:return: It all."):
+        context, found = described(text)
+        assert {name: answer for name, (_, answer) in found.items()} == {"x": "What to sum, e.g. numbers.", "axis": "The axis to sum over."}
+        assert all(context[start:start + len(answer)] == answer for start, answer in found.values())
+
+
+def test_words_are_tagged_by_what_they_are_in_the_source():
+    entry = Documented("m", "total", ("axis", "a"), "a, axis=None", frozenset({"total", "mean"}), frozenset({"Table"}), "")
+    words = dict(script("docs_tc").tagged(entry, "Like `mean` over axis of a Table, see total(); None means what the mean is."))
+    assert words == {"Like": "O", "mean": "O", "over": "O", "axis": "B-PARAM", "of": "O", "a": "O", "Table": "B-CLASS", ",": "O", "see": "O", "total": "B-FUNC", "(": "O",
+                     ")": "O", ";": "O", "None": "B-VALUE", "means": "O", "what": "O", "the": "O", "is": "O", ".": "O"}  # the last "mean" is no code
+    assert ("mean", "B-FUNC") in script("docs_tc").tagged(entry, "`mean`")
 
 
 # --- several processes
