@@ -10,7 +10,7 @@ Four families (data/tasks.py): SC, a label for a text or two; TC, a tag for each
 A cell is one rate and one seed, trained from the same start. It becomes a line of OUT_DIR/results.jsonl; cells that stand there are not run
 again. The rate is chosen on validation data; the test score is the mean over seeds at that rate, with its 95 % t-interval.
 """
-import contextlib, dataclasses, functools, gc, hashlib, json, math, os, sys, time
+import dataclasses, functools, gc, hashlib, json, math, os, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from data.batches import prefetch
-from data.metrics import answer_scores, best_threshold, classification, entity_scores, ranking_scores, word_accuracy
-from data.tasks import Item, Task, encode_qa, encode_sc, encode_tc, encode_text, load_retrieval, load_task, make_batch, read_qa, read_sc, read_tc, lines_of
+from data.items import Item, answers, encode_qa, encode_sc, encode_tc, encode_text, joined, make_batch, scores
+from data.metrics import ranking_scores
+from data.results import append, read_results, report, table
+from data.tasks import Task, candidates, floor, lines_of, load_task, read_qa, read_sc, read_tc
 from data.tokenizer import Tokenizer
 from model import Config, Transformer, load_checkpoint, save_checkpoint
 from train import Team, parse, pick_attention, pick_device, pick_dtype, setting
@@ -288,45 +290,6 @@ def best_spans(logits, lengths, limit):
     return list(zip(best.tolist(), none.tolist(), first.tolist(), (first + width).tolist()))
 
 
-def answers(rows, items, found):
-    """(text of the best span, its margin over no answer) for each row. Of several windows the best span counts, and the least sure "no answer"."""
-    best, none, text = [-math.inf] * len(rows), [math.inf] * len(rows), [""] * len(rows)
-    for item, (score, no_answer, first, last) in zip(items, found):
-        none[item.row] = min(none[item.row], no_answer)
-        if score > best[item.row]:
-            spans, before = item.spans, item.places[0]
-            best[item.row], text[item.row] = score, rows[item.row]["context"][spans[first - before, 0]:spans[last - before, 1]].strip()
-    return text, [b - n for b, n in zip(best, none)]
-
-
-def joined(rows, items, found, labels):
-    """Tags of the words of each row, from its parts."""
-    tags = [[] for _ in rows]
-    for item, numbers in zip(items, found):
-        tags[item.row] += [labels[i] for i in numbers]
-    return tags
-
-
-def scores(task, rows, items, found, threshold=None):
-    """What `outputs` found -> {name: share}. QA with unanswerable questions: answered are those whose margin is above the threshold; without one, the
-    one that is best for these rows is taken, and returned."""
-    if task.family == "SC":
-        return classification([task.labels.index(row["label"]) for row in rows], found)
-    if task.family == "TC":
-        gold, tags = [row["tags"] for row in rows], joined(rows, items, found, task.labels)
-        return entity_scores(gold, tags) if task.entities else {"accuracy": word_accuracy(gold, tags)}
-    texts, margins = answers(rows, items, found)
-    golds = [[answer["text"] for answer in row["answers"]] for row in rows]
-    result = {}
-    if task.unanswerable:
-        if threshold is None:
-            f1 = [[answer_scores(text, gold, True)[1] for text, gold in zip(some, golds)] for some in (texts, [""] * len(rows))]
-            threshold = best_threshold(margins, *f1)
-        texts, result = [text if margin > threshold else "" for text, margin in zip(texts, margins)], {"threshold": threshold}
-    exact, f1 = np.mean([answer_scores(text, gold, task.unanswerable) for text, gold in zip(texts, golds)], 0).tolist()
-    return {"f1": f1, "exact_match": exact, **result}
-
-
 @torch.no_grad()
 def rank_documents(model, task, queries, numbers, relevant, s, m, tokenizer):
     """The TOP documents for each query text, exact: [[(document's number, cosine), ...]], best first; of equals a relevant one comes last.
@@ -385,142 +348,8 @@ def retrieval_scores(model, task, split, s, m, tokenizer):
         for document, grade in grades.items():
             if grade > 0:
                 relevant.setdefault(document, []).append(i)
-    ranked = rank_documents(model, task, queries, candidates(task, split, s), relevant, s, m, tokenizer)
+    ranked = rank_documents(model, task, queries, candidates(task, split, s.candidates), relevant, s, m, tokenizer)
     return ranking_scores([[number for number, _ in row] for row in ranked], judged)
-
-
-def candidates(task, split, s):
-    """Numbers of the documents that are ranked. Validation, which only chooses the rate, ranks the judged ones."""
-    if s.candidates == "all" and split != "val":
-        return np.arange(len(task.corpus))
-    return np.array(sorted({d for grades in task.qrels[split].values() for d in grades if d >= 0}), np.int64)
-
-
-def floor(task, split, s):
-    """The main score without learning: of the commonest label or tag, of no answer throughout, of documents in random order."""
-    rows = task.rows[split]
-    if task.family == "SC":
-        labels = [row["label"] for row in task.rows["train"]]
-        common = max(task.labels, key=labels.count)
-        return sum(row["label"] == common for row in rows) / len(rows)
-    if task.family == "TC":
-        tags = [tag for row in task.rows["train"] for tag in row["tags"]]
-        common = max(task.labels, key=tags.count)
-        return 0.0 if task.entities else sum(tag == common for row in rows for tag in row["tags"]) / sum(len(row["tags"]) for row in rows)
-    if task.family == "QA":
-        return sum(not row["answers"] for row in rows) / len(rows)
-    n, dcg = max(1, len(candidates(task, split, s))), lambda k: sum(1 / math.log2(i + 2) for i in range(min(k, 10)))
-    counts = [sum(grade > 0 for grade in grades.values()) for grades in task.qrels[split].values()]
-    return float(np.mean([min(1, k / n) * dcg(n) / dcg(k) if k else 0 for k in counts]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------------------
-# statistics over cells
-
-
-def t_quantile(df):
-    """97.5 % quantile of Student's t, from its distribution in closed form (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    def within(t):  # probability of [-t, t]
-        angle = math.atan(t / math.sqrt(df))
-        term, total = (math.cos(angle), 0) if df % 2 else (1, 0)
-        for k in range(1 + df % 2, df, 2):
-            total, term = total + term, term * math.cos(angle)**2 * k / (k + 1)
-        return 2 / math.pi * (angle + math.sin(angle) * total) if df % 2 else math.sin(angle) * total
-    low, high = 0.0, 1e3
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle) < 0.95 else (low, middle)
-    return low
-
-
-def interval(values):
-    """(mean, half of its 95 % t-interval; None for a single value)."""
-    n = len(values)
-    return float(np.mean(values)), float(t_quantile(n - 1) * np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
-
-
-def best_rate(lines):
-    """The rate with the highest mean validation score; one at which a seed diverged has none. Test scores are not looked at."""
-    val = {}
-    for line in lines:
-        val.setdefault(line["rate"], []).append(-math.inf if line["diverged"] else line["val"][line["main"]])
-    return max(sorted(val), key=lambda rate: np.mean(val[rate]))
-
-
-def summary(lines, test):
-    """Of the cells of one grid: the chosen rate, the test score there, and how much it hangs on seed and rate."""
-    rate, score = best_rate(lines), lambda line: line["floor"][test] if line["diverged"] else line["test"][test][line["main"]]
-    rates = sorted({line["rate"] for line in lines})
-    mean, half = interval([score(line) for line in lines if line["rate"] == rate])
-    seeds = [score(line) for line in lines if line["rate"] == rate]
-    means = [np.mean([score(line) for line in lines if line["rate"] == r]) for r in rates]
-    failed = [line["diverged"] or line["val"][line["main"]] <= line["floor"]["val"] for line in lines]
-    return {"rate": rate, "n": len(seeds), "mean": mean, "half": half, "over_seeds": float(np.std(seeds, ddof=1)) if len(seeds) > 1 else None,
-            "over_rates": float(np.ptp(means)) if len(rates) > 1 else None, "failed": sum(failed), "cells": len(lines)}
-
-
-def read_results(folder):
-    path, lines = Path(folder) / "results.jsonl", []
-    if path.exists():
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # cut off when the process was killed
-                lines.append(json.loads(text))
-    return lines
-
-
-def grids(lines):
-    """Lines of results -> [the lines of one grid: they differ in rate and seed only]."""
-    found = {}
-    for line in lines:
-        key = {k: v for k, v in line["cell"].items() if k not in ("rate", "seed")}
-        found.setdefault(json.dumps(key, sort_keys=True), {})[line["rate"], line["seed"]] = line
-    return [list(cells.values()) for cells in found.values()]
-
-
-def table(all_grids):
-    """Markdown: a row for each grid and test set."""
-    percent = lambda x: "" if x is None else f"{100 * x:.1f}"
-    rows = ["| task | score | weights | rate | test, mean ± 95 % | seeds | floor | sd over seeds | range over rates | failed cells |", "|---" * 10 + "|"]
-    plain = {f.name: f.default for f in dataclasses.fields(Settings)}
-    for cells in sorted(all_grids, key=lambda cells: (cells[0]["task"], cells[0]["init_from"])):
-        one = cells[0]
-        special = [f"{k} {v}" for k, v in one["cell"].items() if k in plain and k not in ("task", "random_weights", "max_length", "dtype") and v != plain[k]]
-        weights = ", ".join([("random, as " if one["cell"]["random_weights"] else "") + one["init_from"], *special])
-        for test in [name for name in one["floor"] if name != "val"]:
-            r = summary(cells, test)
-            half = "" if r["half"] is None else f" ± {percent(r['half'])}"
-            rows.append(f"| {one['task']}{'' if test == 'test' else f' ({test})'} | {one['main']} | {weights} | {r['rate']:g} | {percent(r['mean'])}{half} | {r['n']} "
-                        f"| {percent(one['floor'].get(test))} | {percent(r['over_seeds'])} | {percent(r['over_rates'])} | {r['failed']} of {r['cells']} |")
-    return "\n".join(rows)
-
-
-def report(folders):
-    for folder in folders:
-        if not (Path(folder) / "results.jsonl").is_file():
-            raise SystemExit(f"--report {folder}: no results.jsonl there; give the --out_dir of runs of finetune.py")
-    if not folders:
-        raise SystemExit("--report: name one or more folders that hold a results.jsonl")
-    found = grids([line for folder in folders for line in read_results(folder)])
-    print(table(found))
-    try:
-        import matplotlib
-    except ImportError:
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    tasks = sorted({cells[0]["task"] for cells in found})
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 4), squeeze=False)
-    for axis, name in zip(axes[0], tasks):
-        for cells in (cells for cells in found if cells[0]["task"] == name):
-            rates, test = sorted({line["rate"] for line in cells if line["test"]}), list(cells[0]["floor"])[1]
-            bands = [interval([100 * line["test"][test][line["main"]] for line in cells if line["rate"] == rate and line["test"]]) for rate in rates]
-            mean, half = np.array([b[0] for b in bands]), np.array([b[1] or 0 for b in bands])
-            axis.plot(rates, mean, marker="o", label=("random, as " if cells[0]["cell"]["random_weights"] else "") + cells[0]["init_from"])
-            axis.fill_between(rates, mean - half, mean + half, alpha=0.2)
-        axis.set(xscale="log", xlabel="learning rate", ylabel=f"test {cells[0]['main']}, %", title=name)
-        axis.legend(fontsize="small")
-    figure.savefig(Path(folders[0]) / "rates.png", dpi=120, bbox_inches="tight")
-    print(f"\ncurves: {Path(folders[0]) / 'rates.png'}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -601,8 +430,8 @@ def sweep(s, m, state):
             notes += more
     for note in notes:
         say(f"        {note}")
-    floors = {"val": floor(task, "val", s)}
-    floors |= {name: floor(other, "test", s) for name, other in others.items()} or {split: floor(task, split, s) for split in task.tests}
+    floors = {"val": floor(task, "val", s.candidates)}
+    floors |= {name: floor(other, "test", s.candidates) for name, other in others.items()} or {split: floor(task, split, s.candidates) for split in task.tests}
     n_out = 2 if task.family == "QA" else len(task.labels)
     limit = max([int(item.targets[1] - item.targets[0]) + 1 for item in items["train"]], default=1) if task.family == "QA" else None
 
@@ -613,6 +442,7 @@ def sweep(s, m, state):
     cell = {k: v for k, v in dataclasses.asdict(s).items() if k not in NOT_OF_A_CELL}
     cell |= {"dtype": str(m.dtype)[6:], "weights": "random" if s.random_weights else weights_digest(weights), "config": state["config"],
              "tokenizer": tokenizer.hash, "data": [task.digest, *(other.digest for other in others.values())]}
+    changed = {f.name: cell[f.name] for f in dataclasses.fields(s) if cell.get(f.name, f.default) != f.default and f.name not in ("task", "random_weights", "dtype")}
     say(f"model   {s.init_from}{', its shape with random weights' if s.random_weights else ''}; {m.device.type}, {m.team.world} process{'es' * (m.team.world > 1)}, "
         f"{cell['dtype']}, {attention}\n"
         f"run     {n_steps(len(items['train']), s):,} steps of {s.batch_size} a cell; rates {', '.join(f'{r:g}' for r in rates)}; seeds {', '.join(map(str, seeds))}; "
@@ -637,7 +467,7 @@ def sweep(s, m, state):
             val = scores(task, task.rows["val"], items["val"], found["val"])
             test = {split: scores(task, task.rows[split], items[split], found[split], val.get("threshold")) for split in task.tests}
         line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained,
-                "init_from": s.init_from, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
+                "init_from": s.init_from, "changed": changed, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
         beaten = [other["val"][main_score] for other in lines if other["val"]]
         if s.save and val and val[main_score] > max(beaten, default=-math.inf):
             m.team.share(lambda: save_checkpoint(out_dir / f"{Path(task.name).name}.pt", {
@@ -653,19 +483,6 @@ def sweep(s, m, state):
         best = max((line for line in lines if line["val"]), key=lambda line: line["val"][main_score], default=None)
         say(f"\nmodel: {out_dir / Path(task.name).name}.pt, of the cell with the best validation score (rate {best['rate']:g}, seed {best['seed']})"
             if best and best.get("saved") else "\nno model is saved: the best cell was trained by a run without --save true; take another --out_dir")
-
-
-def append(path, line):
-    """One write, so that what stands there stays whole; a line that was cut off is ended first."""
-    text = json.dumps(line) + "\n"
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb") as file:
-            file.seek(-1, 2)
-            text = text if file.read(1) == b"\n" else "\n" + text
-    with open(path, "a") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def predict(s, m, state):

@@ -6,7 +6,6 @@ of the modules validates. A text of train is in no other split.
 """
 import ast, inspect, math, multiprocessing, re, sys, warnings
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np

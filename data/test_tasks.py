@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import finetune
-from data.metrics import answer_scores, best_threshold, classification, entities, entity_scores, ranking_scores, to_iob2
 from data.documented import Documented
 from data.fetch import fetch
-from data.tasks import Item, character_spans, encode_qa, encode_sc, encode_tc, load_task, make_batch, read_qa, read_tc
+from data.items import Item, character_spans, encode_qa, encode_sc, encode_tc, encode_text, make_batch, scores
+from data.metrics import answer_scores, best_threshold, classification, entities, entity_scores, ranking_scores, to_iob2
+from data.results import best_rate, interval, read_results, summary, t_quantile
+from data.tasks import load_task, read_qa, read_tc
 from data.test_data import byte_tokenizer
 from data.tokenizer import GPT2_PATTERN, Tokenizer
 from model import Config, Transformer, save_checkpoint
@@ -151,9 +153,9 @@ def test_rankings_equal_trec_evals():
     trec = pytest.importorskip("pytrec_eval", reason="pytrec_eval is not installed")
     rng = np.random.default_rng(0)
     qrels = {f"q{q}": {f"d{d}": int(rng.integers(0, 3)) for d in rng.choice(300, 20, False)} for q in range(30)} | {"none": {"d1": 0}}
-    scores = {q: {f"d{d}": float(rng.random()) for d in rng.choice(300, 150, False)} for q in qrels}
-    theirs = trec.RelevanceEvaluator(qrels, {"ndcg_cut.10", "recall.100"}).evaluate(scores)
-    ours = ranking_scores([sorted(scores[q], key=scores[q].get, reverse=True) for q in qrels], list(qrels.values()))
+    run = {q: {f"d{d}": float(rng.random()) for d in rng.choice(300, 150, False)} for q in qrels}
+    theirs = trec.RelevanceEvaluator(qrels, {"ndcg_cut.10", "recall.100"}).evaluate(run)
+    ours = ranking_scores([sorted(run[q], key=run[q].get, reverse=True) for q in qrels], list(qrels.values()))
     for name, their in (("ndcg@10", "ndcg_cut_10"), ("recall@100", "recall_100")):
         assert ours[name] == pytest.approx(np.mean([theirs[q][their] for q in qrels]))
 
@@ -249,7 +251,7 @@ def test_oracle_tags_give_f1_1(tmp_path):
     batch = make_batch([items[i] for i in order], "TC", 258)
     logits = torch.nn.functional.one_hot(batch.targets, len(task.labels)).float()
     parts = dict(zip(order.tolist(), (part.tolist() for part in logits.argmax(-1).split([len(items[i].places) for i in order]))))
-    got = finetune.scores(task, task.rows["test"], items, [parts[i] for i in range(len(items))])
+    got = scores(task, task.rows["test"], items, [parts[i] for i in range(len(items))])
     assert got["f1"] == 1 and got["accuracy"] == 1
 
 
@@ -273,9 +275,9 @@ def test_oracle_spans_give_exact_match_1(tmp_path, tokenizer, max_length):
     place = torch.arange(logits.size(1))
     allowed = (place >= batch.places[:, :1]) & (place < batch.places[:, 1:]) | (place == batch.lengths[:, None] - 1)
     found = finetune.best_spans(logits.masked_fill(~allowed[:, :, None], -math.inf), batch.lengths, 64)
-    got = finetune.scores(task, task.rows["test"], items, found)
+    got = scores(task, task.rows["test"], items, found)
     assert got["f1"] == 1 and got["exact_match"] == 1
-    assert finetune.scores(task, task.rows["test"], items, found, threshold=0.0)["exact_match"] == 1
+    assert scores(task, task.rows["test"], items, found, threshold=0.0)["exact_match"] == 1
 
 
 def test_every_token_of_a_context_is_in_a_window_and_each_answer_whole_in_one(tmp_path):
@@ -351,9 +353,9 @@ def test_ranking_in_blocks_equals_one_matrix_product(tmp_path, monkeypatch):
     task, tokenizer = load_task(retrieval(tmp_path / "t", n=150), test_only=True), byte_tokenizer()
     model = finetune.Finetuned(Config(vocab_size=tokenizer.vocab_size, **TINY), "IR", 0).eval()
     ranked = finetune.rank_documents(model, task, list(task.rows["test"].values()), np.arange(150), {}, settings(), MACHINE, tokenizer)
-    encode = lambda texts: torch.stack(finetune.outputs(model, [Item(i, finetune.encode_text(t, tokenizer, 64)[0]) for i, t in enumerate(texts)], MACHINE, tokenizer.pad))
-    scores = encode(f"Query: query {i}" for i in range(150)) @ encode(f"Document: document {i}" for i in range(150)).t()
-    for row, got in zip(scores, ranked):
+    encode = lambda texts: torch.stack(finetune.outputs(model, [Item(i, encode_text(t, tokenizer, 64)[0]) for i, t in enumerate(texts)], MACHINE, tokenizer.pad))
+    cosines = encode(f"Query: query {i}" for i in range(150)) @ encode(f"Document: document {i}" for i in range(150)).t()
+    for row, got in zip(cosines, ranked):
         assert torch.allclose(row.sort(descending=True)[0][:100], torch.tensor([cosine for _, cosine in got]), atol=1e-5)
         assert torch.allclose(row[[number for number, _ in got]], torch.tensor([cosine for _, cosine in got]), atol=1e-5)
 
@@ -455,11 +457,11 @@ def test_a_sweep_is_kept_and_goes_on(tmp_path, checkpoint, capsys):
     lines = first.splitlines(keepends=True)
     (tmp_path / "out/results.jsonl").write_text("".join(lines[:2]) + lines[2][:50])  # killed while it wrote
     run(*flags, "--learning_rate", "1e-3,1e-2", "--seeds", 2)
-    again = finetune.read_results(tmp_path / "out")
+    again = read_results(tmp_path / "out")
     same = lambda line: {k: v for k, v in line.items() if k != "seconds"}
     assert [same(line) for line in again] == [same(json.loads(line)) for line in lines]  # the same to the last bit
     run(*flags, "--learning_rate", "1e-3", "--seeds", 1, "--batch_size", 8)  # another setting is another cell
-    assert len(finetune.read_results(tmp_path / "out")) == 5
+    assert len(read_results(tmp_path / "out")) == 5
     run("--report", tmp_path / "out")
     out = capsys.readouterr().out
     assert out.count(f"| {name} |") == 4 and "batch_size 8" in out
@@ -472,18 +474,18 @@ def line(rate, seed, val, test, diverged=False):
 
 def test_the_choice_never_sees_test_data():
     lines = [line(r, s, v, t) for r, v, t in ((1e-5, 0.7, 0.1), (1e-4, 0.6, 0.9)) for s in range(3)]
-    assert finetune.best_rate(lines) == 1e-5 and finetune.summary(lines, "test")["mean"] == pytest.approx(0.1)
-    assert finetune.best_rate(lines + [line(1e-5, 3, 0, 0, diverged=True)]) == 1e-4  # a rate that diverges is not chosen
-    assert finetune.best_rate([line(1e-5, 0, 0, 0, diverged=True)]) == 1e-5
+    assert best_rate(lines) == 1e-5 and summary(lines, "test")["mean"] == pytest.approx(0.1)
+    assert best_rate(lines + [line(1e-5, 3, 0, 0, diverged=True)]) == 1e-4  # a rate that diverges is not chosen
+    assert best_rate([line(1e-5, 0, 0, 0, diverged=True)]) == 1e-5
 
 
 def test_statistics():
     for df, wanted in {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042}.items():
-        assert finetune.t_quantile(df) == pytest.approx(wanted, abs=5e-4)
-    mean, half = finetune.interval([0.70, 0.72, 0.74, 0.71, 0.73])
+        assert t_quantile(df) == pytest.approx(wanted, abs=5e-4)
+    mean, half = interval([0.70, 0.72, 0.74, 0.71, 0.73])
     assert mean == pytest.approx(0.72) and half == pytest.approx(2.776 * 0.0158114 / math.sqrt(5), rel=1e-3)
-    assert finetune.interval([0.7]) == (0.7, None)
-    r = finetune.summary([line(1e-5, s, 0.5, 0.5) for s in range(2)] + [line(1e-4, s, 0.9, 0.8 + s / 10) for s in range(2)] + [line(1e-3, 0, 0, 0, True)], "test")
+    assert interval([0.7]) == (0.7, None)
+    r = summary([line(1e-5, s, 0.5, 0.5) for s in range(2)] + [line(1e-4, s, 0.9, 0.8 + s / 10) for s in range(2)] + [line(1e-3, 0, 0, 0, True)], "test")
     assert r["failed"] == 3 and r["cells"] == 5 and r["rate"] == 1e-4 and r["over_seeds"] == pytest.approx(np.std([0.8, 0.9], ddof=1))
     assert r["over_rates"] == pytest.approx(0.35)
 
@@ -491,7 +493,7 @@ def test_statistics():
 def test_it_learns_is_saved_and_predicts(tmp_path, checkpoint):
     name = sentiment(tmp_path / "t", 400)
     run("--init_from", checkpoint, "--task", name, "--out_dir", tmp_path / "out", "--epochs", 4, "--learning_rate", "1e-2", "--save", "true", "--dtype", "float32")
-    result = finetune.read_results(tmp_path / "out")[0]
+    result = read_results(tmp_path / "out")[0]
     assert result["test"]["test"]["accuracy"] > 0.9 and result["steps"] == math.ceil(4 * 380 / 32)
     (tmp_path / "new.tsv").write_text(tsv(("text",), *[(f"{'good' if i % 3 else 'bad'} text {i}",) for i in range(40)]))
     run("--init_from", tmp_path / "out/t.pt", "--predict", tmp_path / "new.tsv")
@@ -515,7 +517,7 @@ def test_every_family_trains_and_predicts(tmp_path, checkpoint):
         run("--init_from", checkpoint, "--task", name, "--out_dir", tmp_path / "out", "--max_iters", 2, "--batch_size", 8, "--max_length", 64, "--save", "true")
         run("--init_from", tmp_path / f"out/{Path(name).name}.pt", "--predict", file)
         assert len(Path(f"{file}.predictions").read_text().splitlines()) == n
-    assert {result["main"] for result in finetune.read_results(tmp_path / "out")} == {"f1", "ndcg@10"}
+    assert {result["main"] for result in read_results(tmp_path / "out")} == {"f1", "ndcg@10"}
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -612,10 +614,11 @@ def test_words_are_tagged_by_what_they_are_in_the_source():
 
 
 WORKER = """
-import sys, json, torch, numpy as np
+import gc, sys, json, torch, numpy as np
 sys.path.insert(0, {root!r})
 import finetune
-from data.tasks import Item, load_task, encode_sc
+from data.items import Item, encode_sc, encode_text, make_batch
+from data.tasks import load_task
 from data.test_data import byte_tokenizer
 from data.test_tasks import TINY, settings, retrieval
 from model import Config
@@ -639,7 +642,6 @@ pairs = [(q, d) for q, grades in task.qrels["train"].items() for d in grades]
 ir = finetune.Finetuned(model.encoder.config, "IR", 0)
 ir.encoder.load_state_dict(model.encoder.state_dict())
 result["retrieval"] = finetune.retrieval_scores(ir, task, "test", s, m, tokenizer)
-from data.tasks import encode_text, make_batch
 chosen = pairs[:7]
 own = chosen[team.rank::team.world]
 texts = [task.rows["train"][q] for q, _ in own] + [task.corpus[d] for _, d in own]
@@ -659,6 +661,7 @@ if team.first:
     print("RESULT" + json.dumps(result))
 if team.world > 1:
     torch.distributed.destroy_process_group()
+    gc.collect()
 """
 
 

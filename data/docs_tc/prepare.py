@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.docstrings.prepare import paragraphs, words_of
+from data.docstrings.prepare import paragraphs
 from data.documented import documented, task_folder, unseen
 from data.metrics import entity_scores
 
