@@ -296,8 +296,10 @@ def rank_documents(model, task, queries, numbers, relevant, s, m, tokenizer):
 
     numbers: documents to rank; relevant: {document's number: places of the queries it is relevant for}. Documents are read longest first, in blocks
     whose vectors are dropped once they are scored, so memory does not grow with the corpus; each process reads every world-th block."""
-    encode = lambda texts: [Item(i, encode_text(text, tokenizer, s.max_length)[0]) for i, text in enumerate(texts)]
-    q = torch.stack(outputs(model, encode("Query: " + text for text in queries), m, tokenizer.pad)).to(m.device)
+    encoded = [encode_text("Query: " + text, tokenizer, s.max_length) for text in queries]
+    if (cut := sum(was_cut for _, was_cut in encoded)) and m.team.first:
+        tqdm.write(f"  {cut:,} of {len(queries):,} queries are cut at --max_length {s.max_length}")
+    q = torch.stack(outputs(model, [Item(i, ids) for i, (ids, _) in enumerate(encoded)], m, tokenizer.pad)).to(m.device)
     numbers = np.asarray(numbers)[np.argsort(-task.corpus.lengths[numbers], kind="stable")]
     blocks = [numbers[i:i + 4096] for i in range(0, len(numbers), 4096)][m.team.rank::m.team.world]
     top = torch.full((len(q), TOP), -math.inf, device=m.device)
@@ -405,6 +407,7 @@ def weights_digest(weights):
 
 def sweep(s, m, state):
     config = Config(**state["config"])
+    changed = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if getattr(s, f.name) != f.default and f.name not in NOT_OF_A_CELL | {"task", "random_weights", "dtype"}}
     rates, seeds = check(s, config)
     tokenizer = Tokenizer.from_dict(state["tokenizer"])
     out_dir = Path(s.out_dir) if s.out_dir else Path(s.init_from).parent / "finetune"
@@ -438,20 +441,24 @@ def sweep(s, m, state):
     # model
     weights = None if s.random_weights else {name: tensor.clone() for name, tensor in state["model"].items() if name != "head.weight"}
     model = Finetuned(config, task.family, n_out, s.pooling, s.causal).to(m.device)
+    if weights and (odd := weights.keys() ^ model.encoder.state_dict().keys()):
+        raise SystemExit(f"--init_from {s.init_from}: its weights are not those of its config; {sorted(odd)[0]} stands on one side only")
     model.encoder.kernel, attention = pick_attention(s, m.device, m.dtype, config)
     cell = {k: v for k, v in dataclasses.asdict(s).items() if k not in NOT_OF_A_CELL}
     cell |= {"dtype": str(m.dtype)[6:], "weights": "random" if s.random_weights else weights_digest(weights), "config": state["config"],
              "tokenizer": tokenizer.hash, "data": [task.digest, *(other.digest for other in others.values())]}
-    changed = {f.name: cell[f.name] for f in dataclasses.fields(s) if cell.get(f.name, f.default) != f.default and f.name not in ("task", "random_weights", "dtype")}
     say(f"model   {s.init_from}{', its shape with random weights' if s.random_weights else ''}; {m.device.type}, {m.team.world} process{'es' * (m.team.world > 1)}, "
         f"{cell['dtype']}, {attention}\n"
         f"run     {n_steps(len(items['train']), s):,} steps of {s.batch_size} a cell; rates {', '.join(f'{r:g}' for r in rates)}; seeds {', '.join(map(str, seeds))}; "
         f"{main_score} without learning {floors['val']:.1%} (val)\noutput  {out_dir / 'results.jsonl'}", flush=True)
 
     # cells
+    kept, grid = out_dir / f"{Path(task.name).name}.pt", {**cell, "rate": 0, "seed": 0}
+    if s.save and m.team.share(kept.exists) and load_checkpoint(kept, ("cell",))["cell"] != grid:
+        raise SystemExit(f"--save true: {kept} is a model of other settings; take another --out_dir")
     m.team.share(lambda: out_dir.mkdir(parents=True, exist_ok=True))
-    done = m.team.share(lambda: [line for line in read_results(out_dir) if {**line["cell"], "rate": 0, "seed": 0} == {**cell, "rate": 0, "seed": 0}])
-    lines = [line for line in done if line["rate"] in rates and line["seed"] in seeds]
+    lines = [line for line in m.team.share(lambda: read_results(out_dir))
+             if {**line["cell"], "rate": 0, "seed": 0} == grid and line["rate"] in rates and line["seed"] in seeds]
     if lines:
         say(f"        {len(lines)} of {len(rates) * len(seeds)} cells stand there already")
     standing = {(line["rate"], line["seed"]) for line in lines}
@@ -470,8 +477,8 @@ def sweep(s, m, state):
                 "init_from": s.init_from, "changed": changed, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
         beaten = [other["val"][main_score] for other in lines if other["val"]]
         if s.save and val and val[main_score] > max(beaten, default=-math.inf):
-            m.team.share(lambda: save_checkpoint(out_dir / f"{Path(task.name).name}.pt", {
-                "model": model.state_dict(), "config": state["config"], "tokenizer": state["tokenizer"], "settings": dataclasses.asdict(s), "family": task.family,
+            m.team.share(lambda: save_checkpoint(kept, {
+                "cell": grid, "model": model.state_dict(), "config": state["config"], "tokenizer": state["tokenizer"], "settings": dataclasses.asdict(s), "family": task.family,
                 "labels": task.labels, "unanswerable": task.unanswerable, "threshold": val.get("threshold"), "limit": limit, "rate": rate, "seed": seed}))
             line["saved"] = True
         m.team.share(lambda: append(out_dir / "results.jsonl", line))
@@ -481,7 +488,7 @@ def sweep(s, m, state):
     say("\n" + table([lines]))
     if s.save:
         best = max((line for line in lines if line["val"]), key=lambda line: line["val"][main_score], default=None)
-        say(f"\nmodel: {out_dir / Path(task.name).name}.pt, of the cell with the best validation score (rate {best['rate']:g}, seed {best['seed']})"
+        say(f"\nmodel: {kept}, of the cell with the best validation score (rate {best['rate']:g}, seed {best['seed']})"
             if best and best.get("saved") else "\nno model is saved: the best cell was trained by a run without --save true; take another --out_dir")
 
 
@@ -501,12 +508,14 @@ def predict(s, m, state):
     notes, task = [], Task(s.task, family, {}, labels)
     if family == "IR":
         task = load_task(s.task, test_only=True)
-        queries = dict(line.split("\t", 1) if "\t" in line else [str(n), line] for n, line in lines_of(path) if line)
+        queries = [line.split("\t", 1) if "\t" in line else [str(n), line] for n, line in lines_of(path) if line]
         ids = list(task.corpus.number)
-        ranked = rank_documents(model, task, list(queries.values()), np.arange(len(task.corpus)), {}, s, m, tokenizer)
-        lines = [json.dumps({"id": query, "documents": [[ids[d], round(cosine, 4)] for d, cosine in row[:10]]}) for query, row in zip(queries, ranked)]
+        ranked = rank_documents(model, task, [text for _, text in queries], np.arange(len(task.corpus)), {}, s, m, tokenizer)
+        lines = [json.dumps({"id": query, "documents": [[ids[d], round(cosine, 4)] for d, cosine in row[:10]]}) for (query, _), row in zip(queries, ranked)]
     else:
         rows = read_tc(path, notes, tagged=False) if family == "TC" else {"SC": read_sc, "QA": read_qa}[family](path, notes)
+        if family == "SC" and notes:  # a line for each row, or none
+            raise SystemExit(f"--predict {notes[0]}; mend or remove them")
         for row in rows if family == "TC" else ():
             row["tags"] = []
         task.rows["predict"] = rows

@@ -405,6 +405,14 @@ def test_a_renamed_weight_is_an_error(checkpoint):
         model.reset(weights, 0)
 
 
+def test_a_checkpoint_with_a_renamed_weight_is_refused(tmp_path, checkpoint):
+    state = torch.load(checkpoint, weights_only=True)
+    state["model"]["blocks.0.renamed"] = state["model"].pop("blocks.0.mlp.down.weight")
+    torch.save(state, tmp_path / "odd.pt")
+    with pytest.raises(SystemExit, match="blocks.0.mlp.down.weight"):
+        run("--init_from", tmp_path / "odd.pt", "--task", sentiment(tmp_path / "t"), "--out_dir", tmp_path / "out")
+
+
 def test_training_mode_comes_back():
     model = finetune.Finetuned(Config(vocab_size=320, **TINY), "SC", 2).train()
     finetune.outputs(model, [Item(0, np.array([1, 2]))], MACHINE, 257)
@@ -501,6 +509,11 @@ def test_it_learns_is_saved_and_predicts(tmp_path, checkpoint):
     assert len(lines) == 40 and np.mean([got == ("yes" if i % 3 else "no") for i, got in enumerate(lines)]) > 0.9
     with pytest.raises(SystemExit, match="there already"):
         run("--init_from", tmp_path / "out/t.pt", "--predict", tmp_path / "new.tsv")
+    with pytest.raises(SystemExit, match="other settings"):
+        run("--init_from", checkpoint, "--task", name, "--out_dir", tmp_path / "out", "--max_iters", 1, "--save", "true")
+    (tmp_path / "odd.tsv").write_text(tsv(("text", "label"), ("a", "yes"), ("b",)))
+    with pytest.raises(SystemExit, match="1 rows left out"):
+        run("--init_from", tmp_path / "out/t.pt", "--predict", tmp_path / "odd.tsv")
     assert torch.load(tmp_path / "out/t.pt", weights_only=True)["labels"] == ["no", "yes"]
 
 
