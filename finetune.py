@@ -196,8 +196,8 @@ def fit(model, task, items, s, m, tokenizer, rate, seed):
         with m.autocast():
             out = model(batch) if batch else torch.zeros(0, model.encoder.config.n_embd, device=m.device)
         if task.family == "IR":
-            vectors = [everyones(part, n, m.team) for part in out.chunk(2)] if len(out) else [everyones(out, n, m.team)] * 2
-            loss = info_nce(*vectors, hidden)
+            queries, documents = out.chunk(2) if batch else (out, out)
+            loss = info_nce(everyones(queries, n, m.team), everyones(documents, n, m.team), hidden)
         else:
             loss = summed_loss(task.family, out, batch.targets) if batch else out.sum()
         if loss.requires_grad:

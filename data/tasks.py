@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from tqdm import tqdm
 
 from data.metrics import entities, is_entities, to_iob2
 from data.prepare import DATA, dataset_folder, fraction
@@ -211,7 +212,7 @@ def read_sc(path, notes):
 
 
 def read_tc(path, notes, tagged=True):
-    """[{"words", "tags"}]. -DOCSTART- lines and comments (# and a space, before a sentence) are no words. tagged=False: the tag may be missing."""
+    """[{"words", "tags"}]. -DOCSTART- lines and comments (# key = value) are no words. tagged=False: the tag may be missing."""
     rows, words, tags = [], [], []
     for n, line in [*lines_of(path), (0, "")]:
         cells = [cell for cell in re.split("\t" if "\t" in line else " +", line.strip(" \t")) if cell]
@@ -219,7 +220,7 @@ def read_tc(path, notes, tagged=True):
             if words:
                 rows.append({"words": words, "tags": tags})
             words, tags = [], []
-        elif not (line.startswith("# ") and not words and len(cells) != 2):
+        elif not re.match(r"# ?(\S+ ?=|\S+ id =|newdoc|newpar)", line):
             if len(cells) < 2 and tagged:
                 raise SystemExit(f"{path}, line {n:,}: {line[:60]!r} has no tag; give a word and its tag on each line")
             words.append(cells[0])
@@ -271,7 +272,8 @@ class Corpus:
         self.lengths = ends - self.starts  # in bytes
         keep = self.lengths > 0
         self.starts, self.lengths = self.starts[keep], self.lengths[keep]
-        self.number = {self.read(i)[0]: i for i in range(len(self))}  # document's id -> number
+        bar = tqdm(range(len(self)), desc=f"reading {path}", unit="document", disable=len(self) < 200_000)
+        self.number = {self.read(i)[0]: i for i in bar}  # document's id -> number
         if len(self.number) < len(self):
             raise SystemExit(f"{path}: {len(self) - len(self.number):,} ids stand there twice; an id is one document")
 

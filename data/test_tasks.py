@@ -200,11 +200,11 @@ def test_mnli_has_two_tests_and_columns_by_name(tmp_path):
 
 
 def test_iob1_and_iob2_are_one_task(tmp_path):
-    one = "-DOCSTART- -X- -X- O\n\nEU NNP I-NP I-ORG\nrejects VBZ I-VP O\nParis NNP I-NP I-LOC\nRome NNP I-NP B-LOC\n\n" + "a DT O O\n\n" * 9
+    one = "-DOCSTART- -X- -X- O\n\nEU NNP I-NP I-ORG\n# # O O\nrejects VBZ I-VP O\nParis NNP I-NP I-LOC\nRome NNP I-NP B-LOC\n\n" + "a DT O O\n\n" * 9
     two = one.replace("I-ORG", "B-ORG").replace("I-LOC", "B-LOC").replace("-DOCSTART- -X- -X- O\n\n", "")
     tasks = [load_task(write(tmp_path / name, train_DOT_txt=text, valid_DOT_txt=text, test_DOT_txt=text)) for name, text in (("1", one), ("2", two))]
     assert tasks[0].rows == tasks[1].rows and tasks[0].labels == ["O", "B-LOC", "I-LOC", "B-ORG", "I-ORG"] and tasks[0].entities
-    assert tasks[0].rows["test"][0] == {"words": ["EU", "rejects", "Paris", "Rome"], "tags": ["B-ORG", "O", "B-LOC", "B-LOC"]}
+    assert tasks[0].rows["test"][0] == {"words": ["EU", "#", "rejects", "Paris", "Rome"], "tags": ["B-ORG", "O", "O", "B-LOC", "B-LOC"]}
 
 
 def test_record_ends_are_inclusive(tmp_path):
@@ -584,7 +584,7 @@ def script(task):
 
 def test_conversions_of_prepare_scripts(tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.txt"
-    source.write_text("# sent_id = 1\n# text = New York!\n1\tNew\tB-LOC\t-\t-\n2\tYork\tI-LOC\t-\t-\n3\t#\tO\t-\t-\n\n")
+    source.write_text("# newdoc id = x\n# sent_id = 1\n# text = New York!\n1\tNew\tB-LOC\t-\t-\n2\tYork\tI-LOC\t-\t-\n3\t#\tO\t-\t-\n\n")
     script("uner").convert(source, target)
     assert read_tc(target, []) == [{"words": ["New", "York", "#"], "tags": ["B-LOC", "I-LOC", "O"]}]
     names = ("(ORG*", "*)", "*", "(PERSON)", "(DATE*)")
@@ -666,7 +666,7 @@ finetune.sum_gradients(ir, team)
 result["loss"] = [float(loss)] + [float(p.grad.double().norm()) for p in ir.parameters()] + ir.encoder.blocks[0].mlp.down.weight.grad.flatten().tolist()
 ir.zero_grad()
 for steps, name in ((1, "first"), (3, "after")):
-    for family, net, items in (("IR", ir, pairs), ("SC", model, items)):
+    for family, net, items in (("IR", ir, pairs[:17]), ("SC", model, items[:9])):  # the last batch has one row: a process has none
         task.family = family
         finetune.fit(net, task, items, settings(batch_size=8, max_iters=steps, epochs=9.0), m, tokenizer, 1e-3, 0)
         result[name + family] = [float(p.double().abs().sum()) for p in net.parameters()] + net.encoder.embed.weight.double()[97].tolist()
