@@ -51,7 +51,7 @@ class Settings:
     random_weights: bool = setting(False, "the checkpoint's architecture and tokenizer, but weights from scratch: what pretraining is worth")
     out_dir: str = setting(None, "folder of results.jsonl and saved models (default: finetune beside the checkpoint)", str)
     save: bool = setting(False, "keep the model of the best cell, OUT_DIR/TASK.pt")
-    predict: str = setting(None, "a file of rows in the format of the task; FILE.predictions gets a line for each (IR: queries, a TSV of id and text)", str)
+    predict: str = setting(None, "FILE in the format of the task (IR: a TSV of query ids and texts); FILE.predictions gets a line for each row", str)
     device: str = setting("auto", "auto, cpu, cuda or mps")
     dtype: str = setting("auto", "of matrix products: auto, float32 or bfloat16")
     attention: str = setting("auto", "triton (kernels/attention.py), sdpa (PyTorch's), or auto")
@@ -74,6 +74,9 @@ class Machine(NamedTuple):
     @property
     def tokens(self):  # of a batch that is only read
         return 4096 if self.device.type == "cpu" else 32768
+
+    def bar(self, total, what, unit):
+        return tqdm(total=total, desc=what, unit=unit, disable=not self.team.first, leave=False, mininterval=0.5 if sys.stderr.isatty() else 30)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------
@@ -129,7 +132,8 @@ def summed_loss(family, logits, targets):
 
 
 def info_nce(queries, documents, hidden_pairs):
-    """Summed loss of queries (n, C) whose documents (n, C) stand at the same place; the others are negatives but where hidden_pairs (n, n) is true."""
+    """Summed loss of queries (n, C) whose documents (n, C) stand at the same place. The others are negatives, but not where hidden_pairs (n, n)
+    is true."""
     logits = TEMPERATURE * queries @ documents.t()
     return F.cross_entropy(logits.masked_fill(hidden_pairs, -math.inf), torch.arange(len(queries), device=queries.device), reduction="sum")
 
@@ -162,8 +166,8 @@ def rate_at(step, steps):
 
 
 def fit(model, task, items, s, m, tokenizer, rate, seed):
-    """Trains in place. items: Items, or for IR pairs (query id, document's number). Returns {"steps", "loss" of the last tenth, "seconds", "cut" texts
-    (IR), "diverged": whether a gradient was not finite}."""
+    """Trains in place. items: Items, or for IR pairs (query id, document's number). Returns {"steps", "loss" of the last tenth, "seconds",
+    "cut" texts (IR), "diverged": whether a gradient was not finite}."""
     steps, per_epoch, world, rank = n_steps(len(items), s), math.ceil(len(items) / s.batch_size), m.team.world, m.team.rank
     order = functools.lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(len(items)))
     cut = 0
@@ -175,7 +179,8 @@ def fit(model, task, items, s, m, tokenizer, rate, seed):
         rows = [items[i] for i in chosen]
         if task.family == "IR":
             relevant = [task.qrels["train"][query] for query, _ in rows]
-            hidden = torch.tensor([[i != j and grades.get(document, 0) > 0 for j, (_, document) in enumerate(rows)] for i, grades in enumerate(relevant)])
+            hidden = torch.tensor([[i != j and grades.get(document, 0) > 0 for j, (_, document) in enumerate(rows)]
+                                   for i, grades in enumerate(relevant)])
             texts = ["Query: " + task.rows["train"][query] for query, _ in rows[rank::world]]
             texts += ["Document: " + task.corpus[document] for _, document in rows[rank::world]]
             encoded = [encode_text(text, tokenizer, s.max_length) for text in texts]
@@ -188,8 +193,7 @@ def fit(model, task, items, s, m, tokenizer, rate, seed):
 
     optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.95), 1e-5, s.weight_decay, fused=True)
     losses, finite, started = [], torch.ones((), device=m.device), time.perf_counter()
-    bar = tqdm(total=steps * s.batch_size, desc=f"{task.name}, rate {rate:g}, seed {seed}", unit="row", disable=not m.team.first, leave=False,
-               mininterval=0.5 if sys.stderr.isatty() else 30)
+    bar = m.bar(steps * s.batch_size, f"{task.name}, rate {rate:g}, seed {seed}", "row")
     model.train()
     for step, (batch, n, hidden, n_rows) in zip(range(steps), prefetch(make, range(steps))):
         optimizer.param_groups[0]["lr"] = rate * rate_at(step, steps)
@@ -240,13 +244,13 @@ def group(items, tokens):
 
 
 @torch.no_grad()
-def outputs(model, items, m, pad, limit=None, what=""):
+def outputs(model, items, m, pad, limit=None, what="texts"):
     """One value for each item, on every process. SC: the label's number. TC: a tag's number for each word. QA: (score of the best span, score of no
     answer, places of the span's first and last token); IR: a vector. The batches, and so the values, are the same for any number of processes."""
     was_training, found = model.training, {}
     model.eval()
     mine = group(items, m.tokens)[m.team.rank::m.team.world]
-    bar = tqdm(total=sum(map(len, mine)), desc=what, unit="text", disable=not (m.team.first and what), leave=False, mininterval=0.5 if sys.stderr.isatty() else 30)
+    bar = m.bar(sum(map(len, mine)), what, "text")
     for chosen, batch in prefetch(lambda g: (g, make_batch([items[i] for i in g], model.family, pad).to(m.device)), mine):
         with m.autocast():
             out = model(batch)
@@ -306,7 +310,7 @@ def rank_documents(model, task, queries, numbers, relevant, s, m, tokenizer):
     best = torch.full((len(q), TOP), -1, device=m.device)
     was_training, cut = model.training, 0
     model.eval()
-    bar = tqdm(total=sum(map(len, blocks)), desc="encoding documents", unit="text", disable=not m.team.first, leave=False, mininterval=0.5 if sys.stderr.isatty() else 30)
+    bar = m.bar(sum(map(len, blocks)), "documents", "text")
 
     def make(block):
         items, short = [], 0
@@ -405,19 +409,11 @@ def weights_digest(weights):
     return digest.hexdigest()
 
 
-def sweep(s, m, state):
-    config = Config(**state["config"])
-    changed = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if getattr(s, f.name) != f.default and f.name not in NOT_OF_A_CELL | {"task", "random_weights", "dtype"}}
-    rates, seeds = check(s, config)
-    tokenizer = Tokenizer.from_dict(state["tokenizer"])
-    out_dir = Path(s.out_dir) if s.out_dir else Path(s.init_from).parent / "finetune"
-    say = print if m.team.first else lambda *_, **__: None
-
-    # data
+def open_task(s, tokenizer, say):
+    """(task, tasks to test on {name: task}, items of each split). IR: the items are those of train, pairs (query id, document's number)."""
     task = load_task(s.task)
     if s.test_on and task.family != "IR":
         raise SystemExit(f"--test_on {s.test_on}: goes with a retrieval task, and {s.task} is {task.family}")
-    main_score = "accuracy" if task.family == "TC" and not task.entities else MAIN[task.family]
     others = {name: task if name == s.task else load_task(name, test_only=True) for name in s.test_on.split(",")} if s.test_on else {}
     for name, other in others.items():
         if other.family != "IR" or "test" not in other.rows:
@@ -433,68 +429,88 @@ def sweep(s, m, state):
             notes += more
     for note in notes:
         say(f"        {note}")
+    return task, others or {"test": task}, items
+
+
+def run_cell(model, task, others, items, s, m, tokenizer, limit, rate, seed):
+    """Trains from where the model is, and scores. Returns (what `fit` says, scores on validation or None, {test set: scores})."""
+    trained = fit(model, task, items["train"], s, m, tokenizer, rate, seed)
+    if trained["diverged"]:
+        return trained, None, {}
+    if task.family == "IR":
+        val = retrieval_scores(model, task, "val", s, m, tokenizer)
+        return trained, val, {name: retrieval_scores(model, other, "test", s, m, tokenizer) for name, other in others.items()}
+    found = {split: outputs(model, items[split], m, tokenizer.pad, limit, split) for split in ("val", *task.tests)}
+    val = scores(task, task.rows["val"], items["val"], found["val"])
+    return trained, val, {split: scores(task, task.rows[split], items[split], found[split], val.get("threshold")) for split in task.tests}
+
+
+def sweep(s, m, state):
+    """Runs the cells of the grid that are not in results.jsonl yet, and prints what they give."""
+    plain = NOT_OF_A_CELL | {"task", "random_weights", "dtype"}
+    changed = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name not in plain and getattr(s, f.name) != f.default}
+    config, tokenizer = Config(**state["config"]), Tokenizer.from_dict(state["tokenizer"])
+    rates, seeds = check(s, config)
+    out_dir = Path(s.out_dir) if s.out_dir else Path(s.init_from).parent / "finetune"
+    say = functools.partial(print, flush=True) if m.team.first else lambda *_: None
+    task, others, items = open_task(s, tokenizer, say)
+    main_score = "accuracy" if task.family == "TC" and not task.entities else MAIN[task.family]
     floors = {"val": floor(task, "val", s.candidates)}
-    floors |= {name: floor(other, "test", s.candidates) for name, other in others.items()} or {split: floor(task, split, s.candidates) for split in task.tests}
-    n_out = 2 if task.family == "QA" else len(task.labels)
-    limit = max([int(item.targets[1] - item.targets[0]) + 1 for item in items["train"]], default=1) if task.family == "QA" else None
+    floors |= {name: floor(others.get(name, task), "test" if task.family == "IR" else name, s.candidates) for name in (others if task.family == "IR" else task.tests)}
+    limit = max(int(item.targets[1] - item.targets[0]) + 1 for item in items["train"]) if task.family == "QA" else None  # tokens of the longest answer
 
     # model
     weights = None if s.random_weights else {name: tensor.clone() for name, tensor in state["model"].items() if name != "head.weight"}
-    model = Finetuned(config, task.family, n_out, s.pooling, s.causal).to(m.device)
+    model = Finetuned(config, task.family, 2 if task.family == "QA" else len(task.labels), s.pooling, s.causal).to(m.device)
     if weights and (odd := weights.keys() ^ model.encoder.state_dict().keys()):
         raise SystemExit(f"--init_from {s.init_from}: its weights are not those of its config; {sorted(odd)[0]} stands on one side only")
     model.encoder.kernel, attention = pick_attention(s, m.device, m.dtype, config)
-    cell = {k: v for k, v in dataclasses.asdict(s).items() if k not in NOT_OF_A_CELL}
+    cell = {name: value for name, value in dataclasses.asdict(s).items() if name not in NOT_OF_A_CELL}
     cell |= {"dtype": str(m.dtype)[6:], "weights": "random" if s.random_weights else weights_digest(weights), "config": state["config"],
-             "tokenizer": tokenizer.hash, "data": [task.digest, *(other.digest for other in others.values())]}
-    say(f"model   {s.init_from}{', its shape with random weights' if s.random_weights else ''}; {m.device.type}, {m.team.world} process{'es' * (m.team.world > 1)}, "
-        f"{cell['dtype']}, {attention}\n"
-        f"run     {n_steps(len(items['train']), s):,} steps of {s.batch_size} a cell; rates {', '.join(f'{r:g}' for r in rates)}; seeds {', '.join(map(str, seeds))}; "
-        f"{main_score} without learning {floors['val']:.1%} (val)\noutput  {out_dir / 'results.jsonl'}", flush=True)
+             "tokenizer": tokenizer.hash, "data": [task.digest] + [other.digest for other in others.values()], "rate": 0, "seed": 0}
+    say(f"""model   {s.init_from}{", its shape with random weights" if s.random_weights else ""}
+        {m.device.type}, {m.team.world} process{"es" * (m.team.world > 1)}, {cell["dtype"]}, {attention}
+run     {n_steps(len(items["train"]), s):,} steps of {s.batch_size} a cell; rates {", ".join(f"{rate:g}" for rate in rates)}; seeds {", ".join(map(str, seeds))}
+        {main_score} without learning: {", ".join(f"{name} {value:.1%}" for name, value in floors.items())}
+output  {out_dir / "results.jsonl"}""")
 
     # cells
-    kept, grid = out_dir / f"{Path(task.name).name}.pt", {**cell, "rate": 0, "seed": 0}
-    if s.save and m.team.share(kept.exists) and load_checkpoint(kept, ("cell",))["cell"] != grid:
+    kept = out_dir / f"{Path(task.name).name}.pt"
+    if s.save and m.team.share(kept.exists) and load_checkpoint(kept, ("cell",))["cell"] != cell:
         raise SystemExit(f"--save true: {kept} is a model of other settings; take another --out_dir")
     m.team.share(lambda: out_dir.mkdir(parents=True, exist_ok=True))
     lines = [line for line in m.team.share(lambda: read_results(out_dir))
-             if {**line["cell"], "rate": 0, "seed": 0} == grid and line["rate"] in rates and line["seed"] in seeds]
+             if {**line["cell"], "rate": 0, "seed": 0} == cell and line["rate"] in rates and line["seed"] in seeds]
     if lines:
         say(f"        {len(lines)} of {len(rates) * len(seeds)} cells stand there already")
     standing = {(line["rate"], line["seed"]) for line in lines}
     for rate, seed in [(rate, seed) for rate in rates for seed in seeds if (rate, seed) not in standing]:
         model.reset(weights, seed)
-        trained = fit(model, task, items["train"], s, m, tokenizer, rate, seed)
-        val, test = None, {}
-        if not trained["diverged"] and task.family == "IR":
-            val = retrieval_scores(model, task, "val", s, m, tokenizer)
-            test = {name: retrieval_scores(model, other, "test", s, m, tokenizer) for name, other in (others or {"test": task}).items()}
-        elif not trained["diverged"]:
-            found = {split: outputs(model, items[split], m, tokenizer.pad, limit, split) for split in items if split != "train"}
-            val = scores(task, task.rows["val"], items["val"], found["val"])
-            test = {split: scores(task, task.rows[split], items[split], found[split], val.get("threshold")) for split in task.tests}
-        line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained,
-                "init_from": s.init_from, "changed": changed, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
-        beaten = [other["val"][main_score] for other in lines if other["val"]]
-        if s.save and val and val[main_score] > max(beaten, default=-math.inf):
+        trained, val, test = run_cell(model, task, others, items, s, m, tokenizer, limit, rate, seed)
+        line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained, "init_from": s.init_from,
+                "changed": changed, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
+        if s.save and val and val[main_score] > max((other["val"][main_score] for other in lines if other["val"]), default=-math.inf):
             m.team.share(lambda: save_checkpoint(kept, {
-                "cell": grid, "model": model.state_dict(), "config": state["config"], "tokenizer": state["tokenizer"], "settings": dataclasses.asdict(s), "family": task.family,
-                "labels": task.labels, "unanswerable": task.unanswerable, "threshold": val.get("threshold"), "limit": limit, "rate": rate, "seed": seed}))
+                "model": model.state_dict(), "config": state["config"], "tokenizer": state["tokenizer"], "settings": dataclasses.asdict(s), "cell": cell,
+                "rate": rate, "seed": seed, "family": task.family, "labels": task.labels, "unanswerable": task.unanswerable,
+                "threshold": val.get("threshold"), "limit": limit}))
             line["saved"] = True
         m.team.share(lambda: append(out_dir / "results.jsonl", line))
         lines.append(line)
-        shown = "diverged" if not val else f"val {val[main_score]:.4f}, " + ", ".join(f"{name} {value[main_score]:.4f}" for name, value in test.items())
-        say(f"rate {rate:g}, seed {seed}: {shown}; {trained['seconds']:.0f} s" + (f"; {trained['cut']:,} texts cut in training" if trained["cut"] else ""), flush=True)
+        shown = [f"{name} {some[main_score]:.4f}" for name, some in (("val", val), *test.items())] if val else ["diverged"]
+        shown += [f"{trained['seconds']:.0f} s"] + [f"{trained['cut']:,} texts cut in training"] * (trained["cut"] > 0)
+        say(f"rate {rate:g}, seed {seed}: {', '.join(shown)}")
     say("\n" + table([lines]))
     if s.save:
         best = max((line for line in lines if line["val"]), key=lambda line: line["val"][main_score], default=None)
-        say(f"\nmodel: {kept}, of the cell with the best validation score (rate {best['rate']:g}, seed {best['seed']})"
-            if best and best.get("saved") else "\nno model is saved: the best cell was trained by a run without --save true; take another --out_dir")
+        say(f"\nmodel: {kept}, of the cell with the best validation score (rate {best['rate']:g}, seed {best['seed']})" if best and best.get("saved")
+            else "\nno model is saved: the best cell was trained by a run without --save true; take another --out_dir")
 
 
 def predict(s, m, state):
     """Writes FILE.predictions: a line a row, in order."""
-    s = Settings(**{**state["settings"], "predict": s.predict, "task": s.task or state["settings"]["task"], "device": s.device, "dtype": s.dtype, "attention": s.attention})
+    now = {"predict": s.predict, "device": s.device, "dtype": s.dtype, "attention": s.attention, **({"task": s.task} if s.task else {})}
+    s = Settings(**{**state["settings"], **now})
     path, out = Path(s.predict), Path(f"{s.predict}.predictions")
     if not path.is_file():
         raise SystemExit(f"--predict {path}: no such file")
@@ -511,7 +527,8 @@ def predict(s, m, state):
         queries = [line.split("\t", 1) if "\t" in line else [str(n), line] for n, line in lines_of(path) if line]
         ids = list(task.corpus.number)
         ranked = rank_documents(model, task, [text for _, text in queries], np.arange(len(task.corpus)), {}, s, m, tokenizer)
-        lines = [json.dumps({"id": query, "documents": [[ids[d], round(cosine, 4)] for d, cosine in row[:10]]}) for (query, _), row in zip(queries, ranked)]
+        lines = [json.dumps({"id": query, "documents": [[ids[number], round(cosine, 4)] for number, cosine in row[:10]]})
+                 for (query, _), row in zip(queries, ranked)]
     else:
         rows = read_tc(path, notes, tagged=False) if family == "TC" else {"SC": read_sc, "QA": read_qa}[family](path, notes)
         if family == "SC" and notes:  # a line for each row, or none
@@ -523,8 +540,8 @@ def predict(s, m, state):
         found = outputs(model, items, m, tokenizer.pad, state["limit"], "predicting")
         if family == "QA":
             texts, margins = answers(rows, items, found)
-            lines = [json.dumps({"id": row["id"], "answer": text if not state["unanswerable"] or margin > state["threshold"] else ""}, ensure_ascii=False)
-                     for row, text, margin in zip(rows, texts, margins)]
+            given = [not state["unanswerable"] or margin > state["threshold"] for margin in margins]
+            lines = [json.dumps({"id": row["id"], "answer": text if some else ""}, ensure_ascii=False) for row, text, some in zip(rows, texts, given)]
         else:
             lines = [labels[i] for i in found] if family == "SC" else [" ".join(tags) for tags in joined(rows, items, found, labels)]
         notes += more

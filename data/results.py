@@ -82,18 +82,24 @@ def grids(lines):
     return [list(cells.values()) for cells in found.values()]
 
 
+def name_of(line):
+    return ("random, as " if line["cell"]["random_weights"] else "") + line["init_from"]
+
+
 def table(all_grids):
     """Markdown: a row for each grid and test set."""
     percent = lambda x: "" if x is None else f"{100 * x:.1f}"
-    rows = ["| task | score | weights | rate | test, mean ± 95 % | seeds | floor | sd over seeds | range over rates | failed cells |", "|---" * 10 + "|"]
+    rows = ["| task | score | weights | rate | test, mean ± 95 % | seeds | floor | sd over seeds | range over rates | failed cells |",
+            "|---" * 10 + "|"]
     for cells in sorted(all_grids, key=lambda cells: (cells[0]["task"], cells[0]["init_from"])):
         one = cells[0]
-        weights = ", ".join([("random, as " if one["cell"]["random_weights"] else "") + one["init_from"], *(f"{k} {v}" for k, v in one["changed"].items())])
+        weights = ", ".join([name_of(one)] + [f"{name} {value}" for name, value in one["changed"].items()])
         for test in [name for name in one["floor"] if name != "val"]:
             r = summary(cells, test)
             half = "" if r["half"] is None else f" ± {percent(r['half'])}"
-            rows.append(f"| {one['task']}{'' if test == 'test' else f' ({test})'} | {one['main']} | {weights} | {r['rate']:g} | {percent(r['mean'])}{half} | {r['n']} "
-                        f"| {percent(one['floor'].get(test))} | {percent(r['over_seeds'])} | {percent(r['over_rates'])} | {r['failed']} of {r['cells']} |")
+            columns = [one["task"] + ("" if test == "test" else f" ({test})"), one["main"], weights, f"{r['rate']:g}", percent(r["mean"]) + half, str(r["n"]),
+                       percent(one["floor"][test]), percent(r["over_seeds"]), percent(r["over_rates"]), f"{r['failed']} of {r['cells']}"]
+            rows.append(f"| {' | '.join(columns)} |")
     return "\n".join(rows)
 
 
@@ -118,7 +124,7 @@ def report(folders):
             rates, test = sorted({line["rate"] for line in cells if line["test"]}), list(cells[0]["floor"])[1]
             bands = [interval([100 * line["test"][test][line["main"]] for line in cells if line["rate"] == rate and line["test"]]) for rate in rates]
             mean, half = np.array([b[0] for b in bands]), np.array([b[1] or 0 for b in bands])
-            axis.plot(rates, mean, marker="o", label=("random, as " if cells[0]["cell"]["random_weights"] else "") + cells[0]["init_from"])
+            axis.plot(rates, mean, marker="o", label=name_of(cells[0]))
             axis.fill_between(rates, mean - half, mean + half, alpha=0.2)
         axis.set(xscale="log", xlabel="learning rate", ylabel=f"test {cells[0]['main']}, %", title=name)
         axis.legend(fontsize="small")

@@ -79,7 +79,8 @@ def load_task(name, test_only=False):
         tests = rows.get("test") or rows.pop("val", {})
         for split in {"train", "val"} & rows.keys():
             if len(rows[split]) > 1:
-                raise SystemExit(f"--task {name}: {folder} holds several {split} files ({', '.join(p.name for p in files[split].values())}); leave one")
+                several = ", ".join(path.name for path in files[split].values())
+                raise SystemExit(f"--task {name}: {folder} holds several {split} files ({several}); leave one")
         task.rows["train"] = rows["train"].popitem()[1] if "train" in rows else []
         if "val" in rows:
             task.rows["val"] = rows["val"].popitem()[1]
@@ -146,7 +147,8 @@ def check_labels(task):
                 for label in [row["label"]] if task.family == "SC" else row["tags"]:
                     if label not in task.labels:
                         what = "no label" if label is None else f"label {label!r}"
-                        raise SystemExit(f"--task {task.name}: {what} in row {i + 1} of {split}; the labels of train are {', '.join(task.labels[:40])}")
+                        raise SystemExit(f"--task {task.name}: {what} in row {i + 1} of {split}; "
+                                         f"the labels of train are {', '.join(task.labels[:40])}")
         if len(task.labels) < 2:
             raise SystemExit(f"--task {task.name}: train has the one label {task.labels[0] if task.labels else ''!r}; nothing to learn")
 
@@ -240,7 +242,7 @@ def read_qa(path, notes):
                     answers = []
                     for answer in [] if qa.get("is_impossible") else qa.get("answers", []):
                         start = answer["start"] if record else answer["answer_start"]
-                        text = whole(context[start:answer["end"] + 1] if record and "text" not in answer else answer["text"])  # its last character counts
+                        text = whole(answer["text"] if "text" in answer else context[start:answer["end"] + 1])  # ReCoRD's end is the last character
                         if text and context[start:start + len(text)] == text and start >= 0:
                             answers.append({"text": text, "start": start})
                         else:
@@ -347,7 +349,8 @@ def load_retrieval(name, folder):
 
 
 def candidates(task, split, which):
-    """Numbers of the documents that are ranked: "all" or the "judged" ones of the split. Validation, which only chooses the rate, ranks the judged."""
+    """Numbers of the documents that are ranked: "all", or the "judged" ones of the split. Validation, which only chooses the rate, ranks the
+    judged ones."""
     if which == "all" and split != "val":
         return np.arange(len(task.corpus))
     return np.array(sorted({d for grades in task.qrels[split].values() for d in grades if d >= 0}), np.int64)

@@ -96,18 +96,22 @@ def baseline(part):
 def main():
     folder = task_folder("docs_qa", "train.json")
     splits = questions(documented())
-    seen, count = set(), {}
+    seen, sizes = set(), []
     for split in ("train", "val", "test"):  # no context in two splits
         splits[split] = [row for row in splits[split] if not (row[1] in seen or seen.add(row[1]))]
-        qas = [qa for row in splits[split] for qa in row[2]]
-        count[split] = f"{split} {len(qas):,} ({sum(start < 0 for _, start, _ in qas):,} without an answer)"
-    print(f"{folder}: {', '.join(count.values())}; baselines on test: no answer "
-          f"{np.mean([start < 0 for row in splits['test'] for _, start, _ in row[2]]):.1%}, the sentence behind the name F1 {baseline(splits['test']):.1%}")
+        starts = [start for row in splits[split] for _, start, _ in row[2]]
+        none = sum(start < 0 for start in starts)
+        sizes.append(f"{split} {len(starts):,} ({none:,} without an answer)")
+    print(f"{folder}: {', '.join(sizes)}; baselines on test: no answer {none / len(starts):.1%}, the sentence behind the name F1 {baseline(splits['test']):.1%}")
     for split in ("test", "val", "train"):
-        paragraphs = [{"context": context, "qas": [
-            {"id": f"{entry.module}.{entry.name}:{name}", "question": f"What is {name} of {entry.name}?", "is_impossible": start < 0,
-             "answers": [] if start < 0 else [{"text": answer, "answer_start": start}]} for name, start, answer in qas]} for entry, context, qas in splits[split]]
-        (folder / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": [{"title": "", "paragraphs": paragraphs}]}, ensure_ascii=False), encoding="utf-8")
+        paragraphs = [{"context": context, "qas": [question(entry, *qa) for qa in qas]} for entry, context, qas in splits[split]]
+        text = json.dumps({"version": "v2.0", "data": [{"title": "", "paragraphs": paragraphs}]}, ensure_ascii=False)
+        (folder / f"{split}.json").write_text(text, encoding="utf-8")
+
+
+def question(entry, name, start, answer):
+    return {"id": f"{entry.module}.{entry.name}:{name}", "question": f"What is {name} of {entry.name}?", "is_impossible": start < 0,
+            "answers": [] if start < 0 else [{"text": answer, "answer_start": start}]}
 
 
 if __name__ == "__main__":
