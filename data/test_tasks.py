@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import finetune
-from data.documented import Documented
+from data.documented import Documented, unseen
 from data.fetch import fetch
 from data.items import Item, character_spans, encode_qa, encode_sc, encode_tc, encode_text, make_batch, scores
 from data.metrics import answer_scores, best_threshold, classification, entities, entity_scores, ranking_scores, to_iob2
 from data.results import best_rate, interval, read_results, summary, t_quantile
-from data.tasks import load_task, read_qa, read_tc
+from data.tasks import floor, load_task, read_qa, read_tc
 from data.test_data import byte_tokenizer
 from data.tokenizer import GPT2_PATTERN, Tokenizer
 from model import Config, Transformer, save_checkpoint
@@ -613,6 +613,22 @@ def test_docstrings_describe_their_parameters():
         context, found = described(text)
         assert {name: answer for name, (_, answer) in found.items()} == {"x": "What to sum, e.g. numbers.", "axis": "The axis to sum over."}
         assert all(context[start:start + len(answer)] == answer for start, answer in found.values())
+
+
+def test_scores_without_learning(tmp_path):
+    task = finetune.Task("t", "SC", {"val": [{"label": label} for label in "abbbc"]}, ["a", "b", "c"])
+    assert floor(task, "val", "all") == 3 / 5
+    task = finetune.Task("t", "QA", {"val": [{"answers": []}, {"answers": [1]}, {"answers": [1]}]})
+    assert floor(task, "val", "all") == 1 / 3
+    task, rng = load_task(retrieval(tmp_path / "t", n=60), test_only=True), np.random.default_rng(0)
+    judged = list(task.qrels["test"].values())
+    chance = np.mean([ranking_scores([rng.permutation(60).tolist() for _ in judged], judged)["ndcg@10"] for _ in range(100)])
+    assert floor(task, "test", "all") == pytest.approx(chance, rel=0.1)
+
+
+def test_no_text_is_in_two_splits():
+    splits = unseen({"train": ["a", "b", "a"], "val": ["b", "c"], "test": ["c", "d", "a"]}, str)
+    assert splits == {"train": ["a", "b"], "val": ["c"], "test": ["d"]}
 
 
 def test_words_are_tagged_by_what_they_are_in_the_source():
