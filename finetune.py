@@ -101,7 +101,7 @@ class Finetuned(nn.Module):
             if self.family == "TC":
                 return self.head(hidden[batch.places])
             if self.family == "QA":
-                place = torch.arange(int(batch.lengths.max()), device=hidden.device)  # (L,)
+                place = torch.arange(batch.max_seqlen, device=hidden.device)  # (L,), L of the longest text
                 scores = self.head(hidden)[(batch.starts[:, None] + place).clamp(max=len(hidden) - 1)]
                 first, after = batch.places[:, :1], batch.places[:, 1:]
                 allowed = (place >= first) & (place < after) | (place == batch.lengths[:, None] - 1)
