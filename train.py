@@ -73,7 +73,7 @@ FREE_AT_RESUME = {"dataset", "init_optimizer", "batch_size", "max_iters", "warmu
                   "log_interval", "out_dir", "init_from", "device", "dtype", "compile", "attention"}
 
 
-def parse(settings, argv):
+def parse(settings, argv, about=__doc__):
     """Command line -> {name: value} of the flags of this dataclass that were given."""
     def whole(text):
         value = int(text) if text.lstrip("+-").isdigit() else float(text)
@@ -88,7 +88,7 @@ def parse(settings, argv):
         def error(self, message):
             raise SystemExit(message)
 
-    parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     for name, field in fields.items():
         default = "" if field.default is None else f" (default: {field.default})"
