@@ -74,7 +74,7 @@ def encode_tc(task, rows, tokenizer, max_length, notes):
 
 def character_spans(text, ids, tokenizer):
     """(len(ids), 2): the first character of each token in text, and the one after its last. A character of several tokens is in all of them."""
-    lengths = np.zeros(tokenizer.n_ordinary, np.int64)
+    lengths = np.zeros(tokenizer.vocab_size, np.int64)
     for piece, i in tokenizer.ranks.items():
         lengths[i] = len(piece)
     code = np.frombuffer(text.encode("utf-32-le"), "<u4")
