@@ -8,7 +8,7 @@ FILES are .jsonl (one object with a `text` field a line: a document) or .txt (a 
 blank lines into documents of about that size), as they are or compressed. A document goes to validation by a hash of its text, so
 equal texts never stand in both splits. Empty documents are left out and counted.
 """
-import argparse, re, sys
+import argparse, sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,14 +22,14 @@ VALIDATION = 500_000  # bytes of text that validation should have: its default s
 def main():
     parser = argparse.ArgumentParser(description="Your own text as a dataset for train.py --dataset NAME", allow_abbrev=False)
     parser.add_argument("files", nargs="+", metavar="FILE", help=".txt or .jsonl, possibly .gz, .bz2, .xz or .zst")
-    parser.add_argument("--name", required=True, help="the dataset's folder under data/")
+    parser.add_argument("--name", required=True, help="the dataset's folder under data/, or with a / in it any path")
     parser.add_argument("--tokenizer", default="train:8192", help="gpt2 or another published encoding, train:SIZE, the path of a tiktoken rank file or bpe.json, or hf:DIR, a Hugging Face folder")
     parser.add_argument("--val_fraction", type=float, help="share of the documents held out (default: about 500 KB of text, 0.5 to 10 per cent)")
     parser.add_argument("--workers", type=int, default=cores(), help="threads that tokenize; the result does not depend on it")
     args = parser.parse_args()
-    folder, files = DATA / args.name, [Path(file) for file in args.files]
-    if not re.fullmatch(r"\w[\w.-]*", args.name) or (folder / "prepare.py").exists() or args.name == "__pycache__":
-        raise SystemExit(f"--name {args.name}: give a name of letters, digits, '.', '-' and '_' that is no folder of this program")
+    folder, files = Path(args.name) if "/" in args.name else DATA / args.name, [Path(file) for file in args.files]
+    if args.name in ("", ".", "..") or (folder / "prepare.py").exists():
+        raise SystemExit(f"--name {args.name}: give another name; {folder} holds code")
     if (folder / "train.bin").exists():
         raise SystemExit(f"--name {args.name}: {folder} already holds a dataset; take another name, or delete its train.bin, val.bin "
                          f"and bpe.json")
