@@ -603,6 +603,8 @@ def main(argv):
     split, phases = check(s, team.world), phases_of(s.objective, s.max_iters)
     dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
     autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    if s.size in SIZES:
+        pick_attention(s, device, dtype, Config(**SIZES[s.size]))  # --attention triton that cannot be met ends here, before any data is made
     iteration = state["iter"] if resumed else 0
     output = Output(out_dir, team)
     goal = f"val_loss_{phases[-1][0]}"  # best.pt is its minimum

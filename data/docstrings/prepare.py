@@ -81,12 +81,18 @@ def read_file(path):
         return []
 
 
+def usual_signals():
+    """In a worker of the pool: Ctrl-C is the parent's business, and SIGTERM ends it, whatever the parent has made of these."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def read_corpus():
     """[(split, document)], in a fixed order: no paragraph twice, and nothing in validation that is nearly equal to something in train."""
     corpus, seen = [], set()
     modules, paths = zip(*source_files())
     sizes = [path.stat().st_size for path in paths]
-    with multiprocessing.Pool(cores(), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool, progress(sum(sizes), "reading documentation") as bar:
+    with multiprocessing.Pool(cores(), usual_signals) as pool, progress(sum(sizes), "reading documentation") as bar:
         for module, size, strings in zip(modules, sizes, pool.imap(read_file, paths, chunksize=16)):
             bar.update(size)
             for text in strings:
