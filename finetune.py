@@ -10,7 +10,7 @@ Four families (data/tasks.py): SC, a label for a text or two; TC, a tag for each
 A cell is one rate and one seed, trained from the same start. It becomes a line of OUT_DIR/results.jsonl; cells that stand there are not run
 again. The rate is chosen on validation data; the test score is the mean over seeds at that rate, with its 95 % t-interval.
 """
-import dataclasses, functools, gc, hashlib, json, math, os, sys, time
+import dataclasses, functools, hashlib, json, math, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from data.results import append, read_results, report, table
 from data.tasks import Task, candidates, floor, lines_of, load_task, read_qa, read_sc, read_tc
 from data.tokenizer import Tokenizer
 from model import Config, Transformer, load_checkpoint, save_checkpoint
-from train import Team, parse, pick_attention, pick_device, pick_dtype, setting
+from train import Team, command, parse, pick_attention, pick_device, pick_dtype, setting
 
 
 @dataclass
@@ -569,15 +569,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except SystemExit as end:
-        if isinstance(end.code, str):  # bad input: one line, from one process of each machine
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                print(f"error: {end.code}", file=sys.stderr)
-            end.code = 1
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-            gc.collect()
+    command(main)

@@ -354,13 +354,14 @@ def on_cpu(value):
 def load_checkpoint(path, needed=("model", "config", "tokenizer", "settings")):
     """The dict that `save_checkpoint` wrote, on the CPU: model (parameter name -> tensor), config, tokenizer, settings, ...
     hf:DIR: the same from a Hugging Face folder."""
-    if str(path).startswith("hf:"):
+    hugging_face = str(path).startswith("hf:")
+    if hugging_face:
         from data.hf import read_folder
         state = read_folder(str(path)[3:])
     elif not os.path.isfile(path):
         raise SystemExit(f"{path}: no such checkpoint" + (f", it is a folder: give the last.pt in it, or hf:{path} if it is Hugging Face's" if os.path.isdir(path) else ""))
     try:
-        state = state if str(path).startswith("hf:") else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = state if hugging_face else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = [key for key in needed if key not in state]
     except Exception as problem:
         first_line = (str(problem).splitlines() or ["empty"])[0]

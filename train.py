@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from data.batches import MIX, Mixture, count_windows, make_batch, prefetch, stream_key
-from data.prepare import dataset_folder
+from data.prepare import dataset_folder, read_lines
 from data.tokenizer import load_tokenizer
 from data.tokens import open_split
 from model import (SIZES, Config, Transformer, count_parameters, flops_per_token, from_checkpoint, load_checkpoint, save_checkpoint, score,
@@ -252,8 +252,10 @@ def pick_attention(s, device, dtype, config):
     if s.attention == "sdpa" or s.attention == "auto" and device.type != "cuda":
         return False, "attention by PyTorch"
     if importlib.util.find_spec("triton"):
-        from kernels.attention import unsupported
+        from kernels.attention import INTERPRETED, unsupported
         reason = unsupported(device, dtype, config.head_dim)
+        if INTERPRETED and dtype == torch.bfloat16:
+            reason = "Triton's interpreter gets products of bfloat16 wrong; give --dtype float32"
     if s.attention == "triton" and reason:
         raise SystemExit(f"--attention triton: {reason}; leave --attention auto")
     return not reason, f"attention by PyTorch ({reason})" if reason else "attention by our kernel"
@@ -370,7 +372,8 @@ def evaluate(model, head_weight, s, split, tokens, device, autocast, team, objec
             with torch.no_grad(), autocast():
                 hidden = model(batch.ids, batch.cu_seqlens, batch.max_seqlen, objective == "clm").flatten(0, 1)
                 part, hits = score(hidden if batch.places is None else hidden[batch.places], head_weight, batch.targets)
-            loss, right, count = loss + part.double() if device.type != "mps" else loss + part, right + hits, count + batch.n_targets
+            loss = loss + (part if device.type == "mps" else part.double())  # which has no float64
+            right, count = right + hits, count + batch.n_targets
         loss, right, count = team.sum(float(loss), int(right), count)
         results[f"val_loss_{objective}"] = loss / count if count else math.nan
         if objective == "mlm":
@@ -445,7 +448,7 @@ def plot(out_dir):
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    lines = read_log(out_dir / "metrics.jsonl")
+    lines = read_lines(out_dir / "metrics.jsonl")
     figure, axis = plt.subplots(figsize=(8, 5))
     for key, look in {"loss": dict(color="0.75", label="training loss"), "val_loss_clm": dict(marker="o"), "val_loss_mlm": dict(marker="o")}.items():
         points = [(line["iter"], line[key]) for line in lines if key in line]
@@ -524,15 +527,6 @@ def starting_point(given, team):
     return s, out_dir, state
 
 
-def read_log(path):
-    """The lines of a metrics.jsonl as dicts; one that was cut off when the process was killed is left out."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
-    return lines
-
-
 class Output:
     """The folder of a run: metrics.jsonl and the checkpoints. Only the first process writes; an error there ends all."""
 
@@ -542,7 +536,7 @@ class Output:
 
     def entries(self):
         """The lines of the log as dicts."""
-        return self.team.share(lambda: read_log(self.path))
+        return self.team.share(lambda: read_lines(self.path))
 
     def open(self, iteration, evaluates):
         """Begins to write. Of a log that is there, the lines go that a resumed run writes again."""
@@ -763,11 +757,12 @@ def main(argv):
         plot(out_dir)
 
 
-if __name__ == "__main__":
+def command(main):
+    """main(arguments) from the command line: bad input is one line, and the processes part in order."""
     try:
         main(sys.argv[1:])
     except SystemExit as end:
-        if isinstance(end.code, str):  # bad input: one line, from one process of each machine
+        if isinstance(end.code, str):  # from one process of each machine
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 print(f"error: {end.code}", file=sys.stderr)
             end.code = 1
@@ -778,3 +773,7 @@ if __name__ == "__main__":
         if dist.is_initialized():
             dist.destroy_process_group()
             gc.collect()  # frees DDP's cycles, and with them gloo's threads, which must not outlive the interpreter
+
+
+if __name__ == "__main__":
+    command(main)

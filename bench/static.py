@@ -222,11 +222,16 @@ class Facts:
     overlap: float
 
 
+def main_loop(code):
+    """The innermost loop with matrix products; where a masked loop stands beside, the one without."""
+    loops = [loop for loop in inner_loops(code) if any(name.startswith(MATRIX) for name, _ in loop)]
+    return min(loops, key=len, default=[])
+
+
 def read(listing, usage=""):
     """Facts of a listing. usage: `cuobjdump -res-usage`; on AMD the listing itself says these."""
     code = instructions(listing)
-    loops = [loop for loop in inner_loops(code) if any(name.startswith(MATRIX) for name, _ in loop)]
-    loop = min(loops, key=len, default=[])  # where a masked loop stands beside, the one without
+    loop = main_loop(code)
     count = lambda *names: sum(name.startswith(names) for name, _ in loop)
     if usage:
         registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())

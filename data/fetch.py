@@ -3,50 +3,84 @@ Brings the original files of a task to data/TASK: from their address, or from a 
 
 A download goes to data/TASK/download; one that broke off goes on where it stopped. Every file gets its name when it is whole.
 """
-import argparse, hashlib, http.client, os, shutil, tarfile, urllib.error, urllib.request, zipfile
+import argparse, fcntl, hashlib, http.client, os, shutil, tarfile, time, urllib.error, urllib.request, zipfile
 from pathlib import Path
 
 from data.prepare import DATA, progress
 from data.tasks import load_task
 
+TIMEOUT = 60  # seconds without a byte after which a connection counts as stalled
+TRIES = 5     # of a connection that breaks; each goes on at the byte where the one before it ended
+WAIT = 2      # seconds before the second try, doubled for each further one
 
-def fetch(url, path, md5=None):
-    """Downloads to path, unless it is there; md5: what its publisher says it is."""
-    if path.exists():
-        return
+
+def fetch(url, path, check):
+    """Downloads `url` to `path`. It grows in path.part, from what an earlier try left there, and gets its name when it is
+    complete and `check(path.part)` finds no fault."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    have = part.stat().st_size if part.exists() else 0
-    elsewhere = "fetch it elsewhere and give its folder: --from DIR"
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0", **({"Range": f"bytes={have}-"} if have else {})})
+    for attempt in range(TRIES):
+        have = part.stat().st_size if part.exists() else 0
         try:
-            answer = urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as problem:
-            if problem.code != 416:  # nothing is left to fetch
-                raise
-            answer = None
-        if answer:
-            with answer:
-                have = have if answer.status == 206 else 0  # a server that knows no ranges begins anew
-                total = have + int(answer.headers.get("Content-Length") or 0)
-                with open(part, "ab" if have else "wb") as file, progress(total, path.name, initial=have) as bar:
-                    while block := answer.read(1 << 20):
-                        file.write(block)
+            request = urllib.request.Request(url, headers={"Range": f"bytes={have}-", "User-Agent": "python"} if have else {"User-Agent": "python"})
+            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+                if have and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                    have = 0  # the server sends all of it again
+                if not (length := response.headers.get("Content-Length", "")).isdigit():
+                    raise ConnectionError("the server does not say how long the file is")
+                total = have + int(length)
+                free = shutil.disk_usage(path.parent).free
+                if total - have > free:
+                    raise SystemExit(f"{path.parent}: {free / 1e9:.1f} GB free, {path.name} needs {(total - have) / 1e9:.1f} GB more; make room and start again")
+                with open(part, "ab") as file, progress(total, path.name, initial=have) as bar:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise SystemExit(f"{part}: another process is fetching it; wait for that one, or stop it") from None
+                    if file.tell() < have:
+                        raise ConnectionError("another process took the file away")
+                    file.truncate(have)
+                    while block := response.read1(1 << 20):
+                        try:
+                            file.write(block)
+                        except OSError as full:
+                            raise SystemExit(f"{part}: {full.strerror}; make room and start again, what is complete is kept") from None
                         bar.update(len(block))
-            if part.stat().st_size < total:
-                raise SystemExit(f"{url}: broke off at {part.stat().st_size:,} of {total:,} bytes; the same command goes on from there")
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as problem:
-        raise SystemExit(f"{url}: {getattr(problem, 'reason', problem)}; try again, or {elsewhere}") from None
-    if md5:
-        digest = hashlib.md5()
-        with open(part, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        if digest.hexdigest() != md5:
-            part.unlink()
-            raise SystemExit(f"{url}: its checksum is {digest.hexdigest()}, not {md5}, so it was removed; try again, or {elsewhere}")
+                if part.stat().st_size < total:
+                    raise ConnectionError(f"ended after {part.stat().st_size:,} of {total:,} bytes")
+            break
+        except urllib.error.HTTPError as refused:
+            if refused.code == 416 and refused.headers.get("Content-Range", "").endswith(f"/{have}"):
+                break  # it was complete already
+            if refused.code == 416:
+                part.unlink()
+            elif refused.code < 500 and refused.code != 429:
+                raise SystemExit(f"{url}: HTTP error {refused.code} ({refused.reason}); check the name and the network, then start again") from None
+            problem = f"HTTP error {refused.code} ({refused.reason})"
+        except TimeoutError:
+            problem = f"no byte for {TIMEOUT} seconds"
+        except (OSError, http.client.HTTPException) as broken:
+            problem = str(getattr(broken, "reason", broken)) or type(broken).__name__
+        if attempt < TRIES - 1:
+            time.sleep(WAIT * 2**attempt)
+    else:
+        raise SystemExit(f"{url}: {problem}, {TRIES} times; start again later, it goes on with what is in {part.name}")
+    try:
+        check(part)
+    except SystemExit as fault:
+        part.unlink()
+        raise SystemExit(f"{fault} (from {url}; deleted, start again)") from None
     os.replace(part, path)
+
+
+def checksum(md5):
+    """A check for `fetch`; md5: what the file's publisher says, or None."""
+    def check(path):
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "md5").hexdigest()
+        if found != md5:
+            raise SystemExit(f"{path}: its checksum is {found}, not {md5}")
+    return check if md5 else lambda path: None
 
 
 def unpack(archive, names, folder):
@@ -85,7 +119,8 @@ def prepare(task, about, sources, files, convert=None, where=None):
     if not args.folder:
         for url, md5 in sources:
             path = source / url.rsplit("/", 1)[1]
-            fetch(url, path, md5)
+            if not path.exists():
+                fetch(url, path, checksum(md5))
             if path.name.endswith((".zip", ".tar.gz")):
                 unpack(path, {name for names in files.values() for name in names}, source)
     found = {target: next((source / name for name in names if (source / name).is_file()), None) for target, names in files.items()}

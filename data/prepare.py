@@ -5,7 +5,7 @@ The prepare.py of each corpus yields documents and calls `write_dataset`, which 
 depend on the number of cores, memory does not grow with the corpus, and train.bin gets its name last: a folder that
 holds it is complete.
 """
-import bz2, gzip, hashlib, io, json, lzma, os, signal, sys
+import bz2, contextlib, gzip, hashlib, io, json, lzma, os, signal, sys
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +31,15 @@ def run(main):
         main()
     except KeyboardInterrupt:
         raise SystemExit("interrupted; nothing was kept") from None
+
+
+def read_lines(path):
+    """The lines of a .jsonl log as dicts; one that was cut off when its process was killed is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def cores():

@@ -4,19 +4,16 @@ Results of fine-tuning: a line of results.jsonl for each cell (one rate and one 
 A line holds task, main (the score that counts), rate, seed, val and test (test set -> scores), floor (the main score without learning), diverged,
 init_from, changed (settings that are not the defaults), and cell: all that decides its result.
 """
-import contextlib, json, math, os
+import json, math, os
 from pathlib import Path
 
 import numpy as np
 
+from data.prepare import read_lines
+
 
 def read_results(folder):
-    path, lines = Path(folder) / "results.jsonl", []
-    if path.exists():
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # cut off when the process was killed
-                lines.append(json.loads(text))
-    return lines
+    return read_lines(Path(folder) / "results.jsonl")
 
 
 def append(path, line):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import prepare
+from data import fetch, prepare
 from data.batches import MIX, Mixture, count_windows, make_batch
 from data.fineweb_edu import prepare as fineweb
 from data.test_data import ROOT, WORDS, byte_tokenizer, documents_of, run_prepare as run_text_prepare, token_file
@@ -332,8 +332,8 @@ def server(monkeypatch, tmp_path):
     serving = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=serving.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setattr(fineweb, "HOST", f"http://127.0.0.1:{serving.server_port}")
-    monkeypatch.setattr(fineweb, "TIMEOUT", 0.5)
-    monkeypatch.setattr(fineweb, "WAIT", 0.01)
+    monkeypatch.setattr(fetch, "TIMEOUT", 0.5)
+    monkeypatch.setattr(fetch, "WAIT", 0.01)
     for i in range(4):
         Server.files[f"edu_fineweb_{'train' if i else 'val'}_{i:06d}.bin"] = SHARD_BYTES(shard_ids([200] * 500, seed=i))
     like_gpt2().save(tmp_path / "gpt2.json")
@@ -435,7 +435,7 @@ def test_shards_that_are_there_are_used_in_place(server, monkeypatch, tmp_path):
 
 def test_the_disk_is_asked_before_a_download(server, monkeypatch, tmp_path):
     from collections import namedtuple
-    monkeypatch.setattr(fineweb.shutil, "disk_usage", lambda _: namedtuple("Usage", "total used free")(10**9, 10**9, 1000))
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: namedtuple("Usage", "total used free")(10**9, 10**9, 1000))
     with pytest.raises(SystemExit, match="0.0 GB free.*make room"):
         shards(monkeypatch, tmp_path, 1)
 

@@ -27,6 +27,7 @@ Sources: FlashAttention 1 to 3 (arXiv 2205.14135, 2307.08691, 2407.08608), the T
 import torch
 import triton
 import triton.language as tl
+from torch.library import custom_op
 
 TABLE_ROWS = 128             # rows of a document that one entry of the table of blocks stands for
 COUNTS = ("T", "n_slots")    # differ from batch to batch: no new compilation when one happens to be 1 or a multiple of 16
@@ -398,7 +399,7 @@ def laid_out(*tensors):
     return tuple(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
 
-@torch.library.custom_op("encoder::attention_forward", mutates_args=())
+@custom_op("encoder::attention_forward", mutates_args=())
 def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor,
                       causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     (q,), (k, v) = laid_out(q), laid_out(k, v)
@@ -410,7 +411,7 @@ def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: 
     return o, lse
 
 
-@torch.library.custom_op("encoder::attention_backward", mutates_args=())
+@custom_op("encoder::attention_backward", mutates_args=())
 def attention_backward(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
                        table: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     (do,), (q,), (k, v) = laid_out(do), laid_out(q), laid_out(k, v)

@@ -3,7 +3,7 @@
 Numbers are checked in Triton's interpreter, by kernels/in_interpreter.py, which `test_in_the_interpreter` runs in a process of its own: the
 interpreter has to be switched on before Triton is imported. Here the kernels are compiled for GPUs that are not there and their machine code is
 read: no spilled registers, shared memory that fits, matrix units in use and kept busy. Neither shows races or speed; bench/attention.py does."""
-import collections, importlib.util, multiprocessing, os, re, subprocess, sys, tempfile
+import collections, importlib.util, multiprocessing, os, subprocess, sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,15 +60,13 @@ def test_without_a_gpu():
 
 # --- compiled for other machines
 
-# target: (its column of TILES, bytes of shared memory that a program may have, its matrix instruction)
-TARGETS = {"sm_80": ("sm_80", 166912, "HMMA"), "sm_86": ("sm_86", 101376, "HMMA"), "sm_89": ("sm_86", 101376, "HMMA"), "sm_90": ("sm_90", 232448, "HGMMA"),
-           "sm_100": ("sm_90", 232448, "UTCHMMA"), "sm_120": ("sm_86", 101376, "HMMA"), "gfx942": ("gfx942", 65536, "v_mfma")}
+MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_89": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "sm_120": "HMMA", "gfx942": "v_mfma"}
 Case = collections.namedtuple("Case", "target kernel head_dim causal group dtype")
 
 
 def all_cases():
     """Every tile on every target, causal and not, with groups of heads and without; fp16, fp32 and the smaller head dimensions once each."""
-    for target in TARGETS:
+    for target in MATRIX:
         for kernel in ("forward", "backward_q", "backward_kv"):
             for head_dim in (64, 96, 128):
                 forms = [(True, 4), (False, 1), (False, 4), (True, 1)]  # sm_89 is sm_86 with another name
@@ -86,95 +84,24 @@ def all_cases():
 CASES = list(all_cases())
 
 
-def launched(case, precision="high"):
-    """What `launch` would start on the target: (kernel, arguments by name, compiler options)."""
-    from kernels import attention
-    torch.set_float32_matmul_precision(precision)
-    T, kv_heads, dtype = 256, 2, getattr(torch, case.dtype)
-    q, o, do = (torch.zeros(T, kv_heads * case.group, case.head_dim, dtype=dtype) for _ in range(3))
-    k, v = (torch.zeros(T, kv_heads, case.head_dim, dtype=dtype) for _ in range(2))
-    rows = torch.zeros(kv_heads * case.group, T)
-    arguments, tensors = {"forward": ((q, k, v), (o, rows)), "backward_q": ((q, k, v, o, do), (q, rows, rows)),
-                          "backward_kv": ((q, k, v, do), (k, v, rows, rows))}[case.kernel]
-    kernel, calls = attention.KERNELS[case.kernel], []
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: calls.append((arguments, options))
-
-    saved = attention.architecture, attention.KERNELS
-    attention.architecture, attention.KERNELS = lambda device: TARGETS[case.target][0], {case.kernel: Recorder()}
-    try:
-        table = attention.row_blocks(torch.tensor([0, T], dtype=torch.int32), T, case.causal)
-        attention.launch(case.kernel, kv_heads if case.kernel == "backward_kv" else q.shape[1], case.group, arguments, tensors, table, case.causal, 0.125)
-    finally:
-        attention.architecture, attention.KERNELS = saved
-    (positional, options), = calls
-    values = dict(zip(kernel.arg_names, positional)) | {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
-    return kernel, values, options
-
-
-def compiled(case):
-    """The binary that `launch` would run, as Triton's own launcher would compile it: pointers and strides known to be multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    kernel, values, options = launched(case)
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-    signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[(place,)] = "constexpr", value
-        elif hasattr(value, "block_shape"):
-            signature[parameter.name] = f"tensordesc<{short[value.base.dtype]}{list(value.block_shape)}>".replace(" ", "")
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], attributes[(place,)] = "*" + short[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("hip", "gfx942", 64) if case.target == "gfx942" else GPUTarget("cuda", int(case.target[3:]), 32)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-
-
 def inspect(case):
-    """What the machine code shows: a dict of shared (bytes), spills, code and loop (the instructions of all, and of the innermost loop with products)."""
-    binary = compiled(case)
-    _, values, options = launched(case)
-    facts = dict(shared=binary.metadata.shared, scores=values["BLOCK_M"] * values["BLOCK_N"] / (32 * options["num_warps"]))
-    if case.target == "gfx942":
-        text = binary.asm["amdgcn"]
-        return facts | dict(spills=sum(map(int, re.findall(r"\.vgpr_spill_count:\s*(\d+)", text))), code=re.findall(r"^\s+([a-z]\w+)", text, re.M), loop=[])
-    import triton
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
-        listing = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-    from bench.static import read  # tested by bench/test_bench.py
-    read_facts = read(listing, usage.stdout + usage.stderr)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr).groups())
-    code, labels, loops = [], {}, []
-    for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
-            code.append(instruction[1].split()[0])
-            target = re.search(r"`\((\.L_\w+)\)", instruction[1])
-            if code[-1].startswith("BRA") and target and target[1] in labels:
-                loops.append(code[labels[target[1]]:])
-    # a branch back over EXIT returns from a wait that was moved behind the end
-    loops = [loop for loop in loops if "EXIT" not in loop and any(op.split(".")[0] in ("HMMA", "HGMMA", "UTCHMMA") for op in loop)]
-    return facts | dict(registers=registers, spills=stack + sum(op.startswith(("LDL", "STL")) for op in code), code=code, loop=min(loops, key=len, default=[]), overlap=read_facts.overlap)
+    """What the machine code shows: a dict of fits, spills, overlap, scores (of a tile, for each thread), code and loop (names of instructions)."""
+    from bench import static  # tested by bench/test_bench.py
+    launches = static.our_launches(case.target, case.head_dim, case.causal, getattr(torch, case.dtype), case.group)
+    kernel, args, constants = next(launch for launch in launches if launch[0].fn.__name__ == case.kernel)
+    binary = static.compiled(kernel, args, constants, case.target)
+    listing, usage = static.disassembled(binary)
+    facts, code = static.read(listing, usage), static.instructions(listing)
+    return dict(fits=binary.metadata.shared <= static.TARGETS[case.target][1], spills=facts.spills, overlap=facts.overlap,
+                scores=constants["BLOCK_M"] * constants["BLOCK_N"] / (32 * constants["num_warps"]),
+                code=[name for name, _ in code], loop=[name for name, _ in static.main_loop(code)],
+                not_specialised={parameter.name for parameter in kernel.params if parameter.do_not_specialize})
 
 
 def without_interpreter():
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # fp32 by tf32, on matrix units
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +117,11 @@ def machine_code(request):
 def test_machine_code(case, machine_code):
     """No spills, shared memory that the card has, matrix instructions, sums in a fixed order; on Hopper, products that overlap with exponentials."""
     facts = machine_code[case].result()
-    _, shared, matrix = TARGETS[case.target]
-    if case.dtype == "float32":
-        matrix = "HMMA"  # its tiles are too small for Hopper's
+    matrix = MATRIX[case.target] if case.dtype != "float32" else "HMMA"  # its tiles are too small for Hopper's
     count = collections.Counter(op.split(".")[0] for op in facts["loop"])
     assert facts["spills"] == 0
-    assert facts["shared"] <= shared
+    assert facts["fits"]
+    assert facts["not_specialised"] == {"T", "n_slots"}  # what differs from batch to batch compiles nothing anew
     assert not [op for op in facts["code"] if op.startswith(("RED.", "REDG", "ATOM.", "ATOMG", "UTMAREDG", "global_atomic", "buffer_atomic"))], "not deterministic"
     if case.target == "gfx942":
         assert any(op.startswith(matrix) for op in facts["code"])

@@ -9,12 +9,13 @@ Files are fetched one by one; the same command goes on where it was stopped, and
 without network takes them from a folder: --from DIR. Either way validation stays what the first run made it: the published
 validation shard, or documents of the first parquet file, chosen by a hash of their text, which are left out of any later file.
 """
-import argparse, fcntl, http.client, os, shutil, sys, time, urllib.error, urllib.request
+import argparse, os, sys
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.fetch import fetch
 from data.prepare import cores, dataset_folder, fraction, progress, run, tokenize
 from data.tokenizer import load_tokenizer
 from data.tokens import TokenFile, TokenWriter, open_split
@@ -24,67 +25,6 @@ SHARDS = "datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main"
 PARQUET = "datasets/HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT"
 VAL_SHARD = "edu_fineweb_val_000000.bin"
 VAL_DOCUMENTS = 1000  # about as many are held out, between 0.1 and 10 per cent of the first parquet file
-TIMEOUT = 60          # seconds without a byte after which a connection counts as stalled
-TRIES = 5             # of a connection that breaks; each goes on at the byte where the one before it ended
-WAIT = 2              # seconds before the second try, doubled for each further one
-
-
-def fetch(url, path, check):
-    """Downloads `url` to `path`. It grows in path.part, from what an earlier try left there, and gets its name when it is
-    complete and `check(path.part)` finds no fault."""
-    part = path.with_name(path.name + ".part")
-    for attempt in range(TRIES):
-        have = part.stat().st_size if part.exists() else 0
-        try:
-            request = urllib.request.Request(url, headers={"Range": f"bytes={have}-", "User-Agent": "python"} if have else {"User-Agent": "python"})
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-                if have and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                    have = 0  # the server sends all of it again
-                if not (length := response.headers.get("Content-Length", "")).isdigit():
-                    raise ConnectionError("the server does not say how long the file is")
-                total = have + int(length)
-                free = shutil.disk_usage(path.parent).free
-                if total - have > free:
-                    raise SystemExit(f"{path.parent}: {free / 1e9:.1f} GB free, {path.name} needs {(total - have) / 1e9:.1f} GB more; make room and start again")
-                with open(part, "ab") as file, progress(total, path.name, initial=have) as bar:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        raise SystemExit(f"{part}: another process is fetching it; wait for that one, or stop it") from None
-                    if file.tell() < have:
-                        raise ConnectionError("another process took the file away")
-                    file.truncate(have)
-                    while block := response.read1(1 << 20):
-                        try:
-                            file.write(block)
-                        except OSError as full:
-                            raise SystemExit(f"{part}: {full.strerror}; make room and start again, what is complete is kept") from None
-                        bar.update(len(block))
-                if part.stat().st_size < total:
-                    raise ConnectionError(f"ended after {part.stat().st_size:,} of {total:,} bytes")
-            break
-        except urllib.error.HTTPError as refused:
-            if refused.code == 416 and refused.headers.get("Content-Range", "").endswith(f"/{have}"):
-                break  # it was complete already
-            if refused.code == 416:
-                part.unlink()
-            elif refused.code < 500 and refused.code != 429:
-                raise SystemExit(f"{url}: HTTP error {refused.code} ({refused.reason}); check the name and the network, then start again") from None
-            problem = f"HTTP error {refused.code} ({refused.reason})"
-        except TimeoutError:
-            problem = f"no byte for {TIMEOUT} seconds"
-        except (OSError, http.client.HTTPException) as broken:
-            problem = str(getattr(broken, "reason", broken)) or type(broken).__name__
-        if attempt < TRIES - 1:
-            time.sleep(WAIT * 2**attempt)
-    else:
-        raise SystemExit(f"{url}: {problem}, {TRIES} times; start again later, it goes on with what is in {part.name}")
-    try:
-        check(part)
-    except SystemExit as fault:
-        part.unlink()
-        raise SystemExit(f"{fault} (from {url}; deleted, start again)") from None
-    os.replace(part, path)
 
 
 def obtain(name, base, folder, source, check):
