@@ -57,7 +57,8 @@ class Config:
         return self.n_embd // self.n_head
 
 
-SIZES = {  # arXiv 2507.00994's models, and one for a laptop
+SIZES = {  # arXiv 2507.00994's models, and two for a laptop: micro for many runs, mini for one
+    "micro": dict(n_layer=3, n_head=2, n_kv_head=2, n_embd=128, intermediate_size=384, tie_embeddings=True),
     "mini": dict(n_layer=4, n_head=4, n_kv_head=4, n_embd=256, intermediate_size=768, tie_embeddings=True),
     "210m": dict(n_layer=12, n_head=12, n_kv_head=12, n_embd=768, intermediate_size=3072),
     "610m": dict(n_layer=26, n_head=18, n_kv_head=6, n_embd=1152, intermediate_size=4096),

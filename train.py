@@ -34,7 +34,7 @@ def setting(default, text, kind=None):
 
 @dataclass
 class Settings:
-    objective: str = setting("mlm", "mlm, clm, or phases with their shares of max_iters, as in clm:0.25,mlm:0.75")
+    objective: str = setting("mlm", "mlm, clm, phases with their shares of max_iters, as in clm:0.25,mlm:0.75, or auto: CLM, then MLM from where that learns faster")
     mask_ratio: float = setting(0.4, "share of a row's ordinary tokens that MLM predicts")
     mask_split: str = setting("1.0,0,0", "shares of these that become <|mask|>, become a random token, stay as they are")
     packing: str = setting("documents", "documents: a token sees its own document; random: rows are cut in two at random, a piece sees all of itself")
@@ -46,7 +46,7 @@ class Settings:
     block_size: int = setting(None, "tokens of a row (default: 128 on a CPU, 512 on a GPU)", int)
     tokens_per_iter: int = setting(None, "tokens of a step, all processes and micro-batches (default: about 4,096 on a CPU, 65,536 on a GPU)", int)
     max_iters: int = setting(None, "optimizer steps (default: 1,400 on a CPU, 2,000 on a GPU)", int)
-    learning_rate: float = setting(None, "rate of the plateau (default: 1.5e-3 for mini, 5e-4 for the others)", float)
+    learning_rate: float = setting(None, "rate of the plateau (default: 1.5e-3 for micro and mini, 5e-4 for the others)", float)
     warmup_iters: int = setting(None, "steps of linear warm-up (default: 5%% of max_iters, at most 2,000)", int)
     decay_iters: int = setting(None, "steps of linear decay at the end (default: 25%% of max_iters, at most 2,000)", int)
     weight_decay: float = setting(0.1, "AdamW's, on all parameters")
@@ -109,13 +109,24 @@ def parse(settings, argv, about=__doc__):
     return values
 
 
+PROBES = 20  # of --objective auto
+
+
 def names_of(objective):
     """"clm:0.25,mlm:0.75" -> ["clm", "mlm"]."""
-    return [name for name, _, _ in phases_of(objective, 10**9)]
+    return ["clm", "mlm"] if objective == "auto" else [name for name, _, _ in phases_of(objective, 10**9)]
 
 
-def phases_of(objective, max_iters):
-    """"clm:0.25,mlm:0.75" -> [("clm", first iteration, iteration after the last), ("mlm", ...)]."""
+def phases_of(objective, max_iters, switch=None):
+    """"clm:0.25,mlm:0.75" -> [("clm", first iteration, iteration after the last), ("mlm", ...)]. "auto": CLM in which the last fifth of each
+    twentieth of the run is a probe with MLM, up to the iteration `switch` (None: it is not known yet), then MLM."""
+    if objective == "auto":
+        every = max_iters // PROBES
+        if every < 5:
+            raise SystemExit(f"--objective auto: needs --max_iters of {5 * PROBES} or more, not {max_iters}")
+        last = max_iters if switch is None else switch
+        parts = [part for at in range(every, last + 1, every) for part in (("clm", at - every, at - every // 5), ("mlm", at - every // 5, at))]
+        return parts + [("mlm", last, max_iters)]
     parts = [part.partition(":") for part in objective.split(",")]
     names = [name for name, _, _ in parts]
     try:
@@ -123,7 +134,7 @@ def phases_of(objective, max_iters):
     except ValueError:
         shares = [math.nan]
     if not set(names) <= {"mlm", "clm"} or not all(share > 0 for share in shares):
-        raise SystemExit(f"--objective {objective}: give mlm, clm, or phases with shares above 0, as in clm:0.25,mlm:0.75")
+        raise SystemExit(f"--objective {objective}: give mlm, clm, auto, or phases with shares above 0, as in clm:0.25,mlm:0.75")
     if abs(sum(shares) - 1) > 1e-6:
         raise SystemExit(f"--objective {objective}: the shares add up to {sum(shares):g}, not to 1")
     bounds = [round(max_iters * sum(shares[:i])) for i in range(len(shares))] + [max_iters]
@@ -136,6 +147,15 @@ def phases_of(objective, max_iters):
 
 def objective_at(iteration, phases):
     return next(name for name, first, after in phases if iteration < after)
+
+
+def switch_of(probes, s):
+    """The iteration from which --objective auto trains with MLM alone, or None while that is open. probes: (iteration, CLM loss, MLM loss) on validation
+    data after each probe. It is the first at which MLM's loss has fallen by more than CLM's since the probe before; at the latest the decay's first."""
+    for (_, clm_before, mlm_before), (at, clm, mlm) in zip([(0, math.inf, -math.inf), *probes], probes):
+        if mlm_before - mlm > clm_before - clm or at + s.max_iters // PROBES > s.max_iters - s.decay_iters:
+            return at
+    return None
 
 
 def learning_rate_at(iteration, s):
@@ -155,7 +175,7 @@ def adapt(s, device, world):
     rows = s.tokens_per_iter // max(1, s.block_size * world)
     s.batch_size = default(s.batch_size, next((n for n in range(min(32, rows), 1, -1) if rows % n == 0), 1))
     s.max_iters = default(s.max_iters, 2000 if gpu else 1400)
-    s.learning_rate = default(s.learning_rate, 1.5e-3 if s.size == "mini" else 5e-4)
+    s.learning_rate = default(s.learning_rate, 1.5e-3 if s.size in ("micro", "mini") else 5e-4)
     s.warmup_iters = default(s.warmup_iters, max(0, min(2000, s.max_iters // 20, s.max_iters - (s.decay_iters or 0))))
     s.decay_iters = default(s.decay_iters, max(0, min(2000, s.max_iters // 4, s.max_iters - s.warmup_iters)))
     s.eval_interval = default(s.eval_interval, max(10, min(1000, s.max_iters // 10)))
@@ -398,7 +418,7 @@ model   {s.size}, {(blocks + embedding + head) / 1e6:.1f}M parameters: blocks {b
 data    {s.dataset}, {train.n_tokens:,} tokens to train on, {val.n_tokens:,} to validate on; vocabulary {train.vocab_size:,} ({train.tokenizer}){mixed}
 step    {s.tokens_per_iter:,} tokens = {team.world} x {s.tokens_per_iter // micro // team.world} micro-batches of {s.batch_size} rows of {s.block_size}; at least {training_bytes(config, micro, s.block_size, scored, dtype.itemsize) / 1e9:.1f} GB a process
 run     {s.max_iters:,} steps, {tokens / 1e6:,.1f}M tokens, {tokens / train.n_tokens:.2g} times the data{f' from row {first_row:,} on' if first_row else ''}; rate {s.learning_rate:g}, {s.warmup_iters} steps up, {s.decay_iters} down
-phases  {', '.join(f"{name} {first:,} - {after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases)}
+phases  {', '.join(f"{name} {first:,} - {after:,}{f' (mask ratio {s.mask_ratio:g})' if name == 'mlm' else ''}" for name, first, after in phases) if s.objective != "auto" else f"clm with a probe of mlm every {s.max_iters // PROBES} steps, then mlm (mask ratio {s.mask_ratio:g})"}
 output  {out_dir}""", flush=True)
 
 
@@ -467,7 +487,7 @@ def plot(out_dir):
 
 def find_out_dir(s):
     """--out_dir; without it out/mlm, or out/mlm-2, ... where that is taken, and to resume the newest of these."""
-    folder = Path(s.out_dir or "out/" + "-".join(names_of(s.objective)))
+    folder = Path(s.out_dir or "out/" + ("auto" if s.objective == "auto" else "-".join(names_of(s.objective))))
     taken = lambda path: any(path.glob("*.pt")) or locked(path / "metrics.jsonl")
     if s.out_dir is None:
         numbered = lambda n: folder if n == 1 else folder.with_name(f"{folder.name}-{n}")
@@ -594,7 +614,8 @@ def main(argv):
     resumed = s.init_from == "resume"
     device = pick_device(s)
     adapt(s, device, team.world)
-    split, phases = check(s, team.world), phases_of(s.objective, s.max_iters)
+    split, probes = check(s, team.world), [tuple(probe) for probe in state.get("probes", [])] if resumed else []
+    phases = phases_of(s.objective, s.max_iters, switch_of(probes, s))
     dtype, compiled = pick_dtype(s, device), pick_compile(s, device)
     autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     if s.size in SIZES:
@@ -651,7 +672,8 @@ def main(argv):
                                                           gradient_as_bucket_view=True, broadcast_buffers=False)
 
     # records
-    evaluates = lambda: iteration % s.eval_interval == 0 or iteration == s.max_iters
+    probes_here = lambda: s.objective == "auto" and iteration and iteration % (s.max_iters // PROBES) == 0 and switch_of(probes, s) is None
+    evaluates = lambda: iteration % s.eval_interval == 0 or iteration == s.max_iters or probes_here()
     keeps = lambda: s.save_interval and iteration % s.save_interval == 0
     if team.first:
         print_plan(s, team, device, dtype, attention, compiled, train, val, config, phases, first_row, out_dir)
@@ -671,7 +693,7 @@ def main(argv):
         output.save(lambda: {
             "model": raw.state_dict(), "config": dataclasses.asdict(config), "optimizer": optimizer.state_dict(),
             "settings": dataclasses.asdict(s), "tokenizer": tokenizer.to_dict(), "data": data, "first_row": first_row,
-            "iter": iteration, "tokens": tokens_seen, "best": best})
+            "iter": iteration, "tokens": tokens_seen, "best": best, "probes": probes})
 
     signals = []
 
@@ -699,9 +721,17 @@ def main(argv):
                 output.keep("best.pt")
             if isinstance(train, Mixture) and iteration:  # of the rows that this run has drawn
                 results |= {f"share/{name}": share for name, share in train.shares(first_row, iteration * s.tokens_per_iter // s.block_size, s.seed).items()}
+            if probes_here():
+                probes.append((iteration, results["val_loss_clm"], results["val_loss_mlm"]))
+                if switch_of(probes, s) is not None:
+                    results["switch"] = iteration
+                    phases = phases_of(s.objective, s.max_iters, iteration)
+                    stream.close()
+                    stream = training_batches(s, split, train, device, team, phases, iteration, first_row)
             output.record(iter=iteration, **results)
             if team.first:
-                shown = (f"{name} {value:.1%}" if "accuracy" in name or "share" in name else f"{name} {value:.4f}" for name, value in results.items())
+                shown = (f"{name} {value:.1%}" if "accuracy" in name or "share" in name else f"{name} {value:.4f}" if "loss" in name else f"{name} here"
+                         for name, value in results.items())
                 tqdm.write(f"iter {iteration:6,} | {' | '.join(shown)}")
             clock, timed_tokens = time.perf_counter(), 0
         if iteration == s.max_iters:
