@@ -487,7 +487,7 @@ output  {out_dir / "results.jsonl"}""")
     for rate, seed in [(rate, seed) for rate in rates for seed in seeds if (rate, seed) not in standing]:
         model.reset(weights, seed)
         trained, val, test = run_cell(model, task, others, items, s, m, tokenizer, limit, rate, seed)
-        line = {"task": task.name, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained, "init_from": s.init_from,
+        line = {"task": task.name, "family": task.family, "main": main_score, "rate": rate, "seed": seed, "val": val, "test": test, "floor": floors, **trained, "init_from": s.init_from,
                 "changed": changed, "processes": m.team.world, "device": m.device.type, "cell": {**cell, "rate": rate, "seed": seed}}
         if s.save and val and val[main_score] > max((other["val"][main_score] for other in lines if other["val"]), default=-math.inf):
             m.team.share(lambda: save_checkpoint(kept, {

@@ -1,7 +1,7 @@
 """
 Results of fine-tuning: a line of results.jsonl for each cell (one rate and one seed), the statistics over the cells of a grid, a table, a figure.
 
-A line holds task, main (the score that counts), rate, seed, val and test (test set -> scores), floor (the main score without learning), diverged,
+A line holds task, family, main (the score that counts), rate, seed, val and test (test set -> scores), floor (the main score without learning), diverged,
 init_from, changed (settings that are not the defaults), and cell: all that decides its result.
 """
 import json, math, os
