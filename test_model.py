@@ -334,6 +334,20 @@ def test_phases():
     assert [train.objective_at(i, train.phases_of("clm:0.5,mlm:0.5", 4)) for i in range(4)] == ["clm", "clm", "mlm", "mlm"]
 
 
+def test_auto_switches_where_mlm_learns_faster():
+    """20 probes, each the last fifth of its part; MLM alone after the first one at which MLM's loss fell by more than CLM's, at the latest with the decay."""
+    assert train.phases_of("auto", 200)[:4] == [("clm", 0, 8), ("mlm", 8, 10), ("clm", 10, 18), ("mlm", 18, 20)]
+    names = [train.objective_at(i, train.phases_of("auto", 200, 40)) for i in range(200)]
+    assert names == (["clm"] * 8 + ["mlm"] * 2) * 4 + ["mlm"] * 160
+    s = train.Settings(max_iters=200, decay_iters=50)
+    falls = [(10, 5.0, 6.0), (20, 4.0, 5.5), (30, 3.9, 5.3), (40, 3.8, 5.2)]  # CLM's by 1.0, 0.1; MLM's by 0.5, 0.2
+    assert [train.switch_of(falls[:n], s) for n in range(5)] == [None, None, None, 30, 30]
+    never = [(at, 10 - 0.2 * at, 10 - 0.1 * at) for at in range(10, 151, 10)]
+    assert train.switch_of(never[:-1], s) is None and train.switch_of(never, s) == 150  # the next probe would be in the decay
+    with pytest.raises(SystemExit, match="100 or more"):
+        train.phases_of("auto", 99)
+
+
 def test_command_line_spellings():
     assert train.parse(train.Settings, ["--learning_rate", "1e-4", "--max_iters=1e3", "--compile", "No", "--tie_embeddings=TRUE", "--init_optimizer", "--batch_size", "8"]) == {
         "learning_rate": 1e-4, "max_iters": 1000, "compile": False, "tie_embeddings": True, "init_optimizer": True, "batch_size": 8}
@@ -344,7 +358,7 @@ def test_command_line_spellings():
     ("--max_iters 1.5", "give a whole number"), ("--compile maybe", "give true or false"), ("--mask_ratio 0", "mask_ratio 0"), ("--mask_ratio 1.5", "mask_ratio 1.5"),
     ("--mask_ratio nan", "mask_ratio nan"), ("--mask_split 1,1,1", "add up to 1"), ("--objective mlm:0.5", "add up to 0.5"), ("--objective bert", "--objective bert"),
     ("--objective clm:0.01,mlm:0.99 --max_iters 10", "gets no step"), ("--block_size 4096", "at most 2,048"), ("--warmup_iters 8 --decay_iters 8 --max_iters 10", "more than --max_iters"),
-    ("--tokens_per_iter 1000 --batch_size 3 --block_size 128", "the nearest are 768 and 1152"), ("--size huge", "give mini, 210m"), ("--learning_rate -1", "learning_rate -1"),
+    ("--tokens_per_iter 1000 --batch_size 3 --block_size 128", "the nearest are 768 and 1152"), ("--size huge", "give micro, mini, 210m"), ("--learning_rate -1", "learning_rate -1"),
     ("--learning_rate inf", "learning_rate inf"), ("--device tpu", "--device tpu"), ("--dtype fp8", "--dtype fp8"), ("--packing none", "--packing none"), ("--attention triton", "--attention triton"),
     ("--dataset nowhere", "no such token file"), ("--init_from nowhere.pt", "no such checkpoint"), ("--init_from resume --out_dir nowhere", "no such checkpoint"), ("--max_iters 0", "at least 1"),
     ("--max_iters", "--max_iters"), ("mlm", "no such setting"), ("--dropout 1", "dropout 1"), ("--mask_ratio 0.005 --block_size 64", "chooses no token"), ("--seed 1e30", "seed"), ("--init_optimizer yes", "goes with --init_from PATH"), ("--batch_size 0 --tokens_per_iter 128", "batch_size 0")])
@@ -471,6 +485,26 @@ def test_resume_is_exact(dataset, tmp_path, processes):
         assert same(weights(part / "last.pt"), weights(tmp_path / "whole/last.pt"))
         assert same(weights(part / "best.pt"), weights(tmp_path / "whole/best.pt"))
         for key in ("loss", "lr", "grad_norm", "tokens", "val_loss_mlm", "val_loss_clm"):
+            assert metrics(part, key) == metrics(tmp_path / "whole", key)
+
+
+def test_auto_resumes_exactly_and_does_not_see_other_evaluations(dataset, tmp_path, monkeypatch):
+    """From before the switch, from the checkpoint at it (written before the probe is judged) and from after it."""
+    monkeypatch.setattr(train, "PROBES", 4)
+    common = dict(objective="auto", max_iters=24, warmup_iters=2, decay_iters=6, save_interval=1, tokens_per_iter=128)
+    here(dataset, tmp_path / "whole", eval_interval=24, **common)
+    (at, _), = metrics(tmp_path / "whole", "switch").items()
+    assert at in (6, 12, 18) and metrics(tmp_path / "whole", "val_loss_clm").keys() == {0, 24} | set(range(6, at + 1, 6))
+    here(dataset, tmp_path / "often", eval_interval=5, **common)
+    assert metrics(tmp_path / "often") == metrics(tmp_path / "whole")
+    for begin in (at - 2, at, at + 2):
+        part = tmp_path / f"from{begin}"
+        part.mkdir()
+        shutil.copy(tmp_path / f"whole/step_{begin}.pt", part / "last.pt")
+        shutil.copy(tmp_path / "whole/metrics.jsonl", part)
+        here(dataset, part, eval_interval=24, **common, init_from="resume")
+        assert same(weights(part / "last.pt"), weights(tmp_path / "whole/last.pt"))
+        for key in ("loss", "val_loss_mlm", "switch"):
             assert metrics(part, key) == metrics(tmp_path / "whole", key)
 
 

@@ -52,7 +52,7 @@ class Budget:
     seeds: int = 1                  # of pretraining
     tune_seeds: int = 1             # of fine-tuning, for each of these
     tasks: dict = field(default_factory=dict)  # task: flags of finetune.py
-    rates: str = "5e-4,1e-3,2e-3,4e-3"
+    rates: str = "5e-4,1.5e-3,5e-3"
     dataset: str = "docstrings"
     name: str = ""
 
@@ -253,7 +253,7 @@ class Scores:
     def __init__(self, values):
         self.values = values
         table = np.array(list(values.values()))  # (models, seeds)
-        self.n = table.shape[1]
+        self.n = table.shape[1] if values else 0
         self.spread = self.paired = None
         if self.n > 1:
             rest = table - table.mean(1, keepdims=True)
