@@ -387,11 +387,15 @@ def info(state, path):
     config = state["config"]
     blocks, embedding, head = count_parameters(Config(**config))
     total, head = (blocks + embedding + head) / 1e6, f"{head / 1e6:.1f}M" if head else "tied to it"
+    if "family" in state:  # of finetune.py
+        trained = f"fine-tuned for {state['family']}, rate {state['rate']:g}, seed {state['seed']}" + (f"; labels {', '.join(state['labels'])}" if state["labels"] else "")
+    else:
+        trained = f"{state.get('iter', 0):,} iterations on {state.get('tokens', 0):,} tokens here; last {'clm' if is_causal(state) else 'mlm'}"
     print(f"""{path}
   model      {total:.1f}M parameters: blocks {blocks / 1e6:.1f}M, embedding {embedding / 1e6:.1f}M, head {head}
   shape      {', '.join(f'{name} {value}' for name, value in config.items())}
   tokenizer  {state['tokenizer']['name']}
-  trained    {state.get('iter', 0):,} iterations on {state.get('tokens', 0):,} tokens here; last {'clm' if is_causal(state) else 'mlm'}""")
+  trained    {trained}""")
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from data.results import best_rate, interval, read_results, summary, t_quantile
 from data.tasks import floor, load_task, read_qa, read_tc
 from data.test_data import byte_tokenizer
 from data.tokenizer import GPT2_PATTERN, Tokenizer
-from model import Config, Transformer, save_checkpoint
+from model import Config, Transformer, info, load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_num_threads(1)
@@ -499,7 +499,7 @@ def test_statistics():
     assert r["over_rates"] == pytest.approx(0.35)
 
 
-def test_it_learns_is_saved_and_predicts(tmp_path, checkpoint):
+def test_it_learns_is_saved_and_predicts(tmp_path, checkpoint, capsys):
     name = sentiment(tmp_path / "t", 400)
     run("--init_from", checkpoint, "--task", name, "--out_dir", tmp_path / "out", "--epochs", 4, "--learning_rate", "1e-2", "--save", "true", "--dtype", "float32")
     result = read_results(tmp_path / "out")[0]
@@ -507,6 +507,8 @@ def test_it_learns_is_saved_and_predicts(tmp_path, checkpoint):
     (tmp_path / "new.tsv").write_text(tsv(("text",), *[(f"{'good' if i % 3 else 'bad'} text {i}",) for i in range(40)]))
     run("--init_from", tmp_path / "out/t.pt", "--predict", tmp_path / "new.tsv")
     lines = (tmp_path / "new.tsv.predictions").read_text().splitlines()
+    info(load_checkpoint(tmp_path / "out/t.pt"), "t.pt")
+    assert "fine-tuned for SC, rate 0.01, seed 0; labels no, yes" in capsys.readouterr().out
     assert len(lines) == 40 and np.mean([got == ("yes" if i % 3 else "no") for i, got in enumerate(lines)]) > 0.9
     with pytest.raises(SystemExit, match="there already"):
         run("--init_from", tmp_path / "out/t.pt", "--predict", tmp_path / "new.tsv")
