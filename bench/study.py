@@ -9,8 +9,9 @@ architecture; fine-tune all of them alike; say what can be concluded, and what c
     python bench/study.py --budget laptop --check seed0/clm50     runs one cell again and compares its figures
     python bench/study.py --report bench/study/laptop             a report again, from its results.jsonl
 
-The study is a list of cells, each one command of train.py or finetune.py. A cell starts when those that it needs are done and a core (or GPU) is free; what it
-found becomes lines of results.jsonl, and a study that was stopped goes on from there. To try an idea of your own, add a Model to `models` and a row to `QUESTIONS`.
+The study is a list of cells, each one command of train.py or finetune.py. A cell starts when the one that it needs is done and a core (or GPU) is free;
+what it found becomes lines of results.jsonl, and a study that was stopped goes on from there. To try an idea of your own, add a Model to `models` and its
+name to a table of `write_report`.
 """
 import argparse, dataclasses, itertools, json, math, os, shlex, signal, subprocess, sys, tempfile, time
 from dataclasses import dataclass, field
@@ -110,8 +111,8 @@ def train_flags(b, model, seed, folder):
     branch = model.start and model.start[1]
     warmup = 0 if branch else b.further_warmup if model.start else b.warmup
     branches = [other.start[1] for other in models(b) if other.start and other.start[0] == model.name and other.start[1]]
-    flags = ["--out_dir", folder / model.name, "--objective", model.objective, "--mask_ratio", model.ratio, "--max_iters", model.steps, "--warmup_iters", warmup,
-             "--decay_iters", min(b.decay, model.steps - warmup), "--seed", seed, "--dataset", b.dataset, *b.train.split()]
+    flags = ["--out_dir", folder / model.name, "--objective", model.objective, "--mask_ratio", model.ratio, "--max_iters", model.steps,
+             "--warmup_iters", warmup, "--decay_iters", min(b.decay, model.steps - warmup), "--seed", seed, "--dataset", b.dataset, *b.train.split()]
     if model.start:
         flags += ["--init_from", folder / model.start[0] / (f"step_{branch}.pt" if branch else "last.pt")]
         flags += ["--init_optimizer", "true"] * bool(branch)
@@ -135,13 +136,15 @@ def cells(b, out):
         for m in models(b):
             flags = train_flags(b, m, seed, folder)
             tokens = int(flags[flags.index("--tokens_per_iter") + 1])
-            found.append(Cell(f"seed{seed}/{m.name}", ["train.py", *flags], f"seed{seed}/{m.start[0]}" if m.start else None, 60_000 + m.steps * tokens))
+            needs = f"seed{seed}/{m.start[0]}" if m.start else None
+            found.append(Cell(f"seed{seed}/{m.name}", ["train.py", *flags], needs, 60_000 + m.steps * tokens))
     order = {cell.name: cell for cell in found}
     for name, (task, flags) in itertools.product(list(order), b.tasks.items()):
         seed = name.split("/")[0][4:]
         tune = [str(int(seed) * b.tune_seeds + i) for i in range(b.tune_seeds)]
-        command = ["finetune.py", "--init_from", f"{out / name}/last.pt", "--task", task, "--learning_rate", b.rates, "--seeds", ",".join(tune + tune[:1]),
-                   "--out_dir", f"{out / name}/finetune", *flags.split()]  # a seed twice is once, and "3,3" is a list of one
+        command = ["finetune.py", "--init_from", f"{out / name}/last.pt", "--task", task, "--learning_rate", b.rates,
+                   "--seeds", ",".join(tune + tune[:1]),  # a seed twice is once, and "3,3" is a list of one
+                   "--out_dir", f"{out / name}/finetune", *flags.split()]
         found.append(Cell(f"{name}/{Path(task).name}", command, name, 60_000 + 90_000 * len(b.rates.split(",")) * len(tune)))
     return sorted(found, key=lambda cell: cell.name.split("/")[0])  # stable: a seed is whole before the next one begins
 
@@ -174,8 +177,8 @@ def lines_of(cell):
     for line in read_lines(folder / "results.jsonl"):
         if Path(line["task"]).name == task[0]:
             for test in [name for name in line["floor"] if name != "val"]:  # a cell that diverged has learnt nothing
-                found.append(base | {"task": task[0] + ("" if test == "test" else f" ({test})"), "family": line["family"], "score": line["main"], "rate": line["rate"],
-                                     "tune_seed": line["seed"], "val": -1 if line["diverged"] else line["val"][line["main"]],
+                found.append(base | {"task": task[0] + ("" if test == "test" else f" ({test})"), "family": line["family"], "score": line["main"],
+                                     "rate": line["rate"], "tune_seed": line["seed"], "val": -1 if line["diverged"] else line["val"][line["main"]],
                                      "test": line["floor"][test] if line["diverged"] else line["test"][test][line["main"]]})
     return found
 
@@ -202,7 +205,8 @@ def run(b, out, jobs):
                 if process.poll() is None:
                     continue
                 if process.returncode:
-                    raise SystemExit(f"{name} ended with status {process.returncode}: {(log.read_text().strip().splitlines() or ['nothing'])[-1]} ({log}); "
+                    last = (log.read_text().strip().splitlines() or ["nothing"])[-1]
+                    raise SystemExit(f"{name} ended with status {process.returncode}: {last} ({log}); "
                                      f"mend it and give the same command again, what is done is kept")
                 for line in lines_of(cell):
                     append(results, line)
@@ -222,9 +226,10 @@ def run(b, out, jobs):
 def check_again(b, out, name, jobs):
     """Runs one cell again, in a folder of its own, and compares with what stands in results.jsonl."""
     one = next((cell for cell in cells(b, out) if cell.name == name), None)
-    stands = [line for line in read_lines(out / "results.jsonl") if line["cell"] == name]
+    lines = read_lines(out / "results.jsonl")
+    stands = [line for line in lines if line["cell"] == name]
     if not one or not stands:
-        raise SystemExit(f"--check {name}: {out / 'results.jsonl'} has no such cell; it has {', '.join(sorted({line['cell'] for line in read_lines(out / 'results.jsonl')})[:5])}, ...")
+        raise SystemExit(f"--check {name}: no such cell in {out / 'results.jsonl'}; it has {', '.join(sorted({line['cell'] for line in lines})[:5])}, ...")
     with tempfile.TemporaryDirectory() as folder:
         command = list(one.command)
         command[command.index("--out_dir") + 1] = folder
@@ -247,8 +252,8 @@ def check_again(b, out, name, jobs):
 class Scores:
     """Scores of one task: values[model] over the seeds, in per cent, at the rate that is best on validation data (its mean over seeds).
 
-    Three seeds say little about the spread of one model, so the spread is pooled over all models of the task, as in an analysis of variance: `spread` within a
-    model, over pretraining and fine-tuning seeds; `paired` what remains of it when a seed's common part is taken away (equal seeds share the order of the data)."""
+    Three seeds say little about the spread of one model, so the spread is pooled over all models of the task, as in an analysis of variance: `spread`
+    within a model, over the seeds; `paired` what remains of it when a seed's common part is taken away (equal seeds share the order of the data)."""
 
     def __init__(self, values):
         self.values = values
@@ -269,13 +274,15 @@ class Scores:
         return float(np.mean(self.values[name])), self.spread and t_quantile(self.df) * self.spread / math.sqrt(self.n)
 
     def difference(self, a, b):
-        return float(np.mean(self.values[a]) - np.mean(self.values[b])), self.paired and t_quantile(self.df_paired) * self.paired * math.sqrt(2 / self.n)
+        half = self.paired and t_quantile(self.df_paired) * self.paired * math.sqrt(2 / self.n)
+        return float(np.mean(self.values[a]) - np.mean(self.values[b])), half
 
 
 def collect(lines):
-    """({task: Scores at the best rate}, {task: Scores of the range over the rates}, {task: {model: {rate: values}}}) of the models that all seeds have."""
+    """({task: Scores at the best rate}, {task: Scores of the range over the rates}, {task: {model: {rate: values}}}) of the models that all seeds have.
+    With several pretraining seeds the mean over the fine-tuning seeds of each is one value."""
     best, ranges, by_rate = {}, {}, {}
-    replica = "seed" if len({line["seed"] for line in lines}) > 1 else "tune_seed"  # with several pretraining seeds the mean over fine-tuning seeds is one value
+    replica = "seed" if len({line["seed"] for line in lines}) > 1 else "tune_seed"
     for task in dict.fromkeys(line["task"] for line in lines if "task" in line):
         mine, grid = [line for line in lines if line.get("task") == task], {}
         for line in mine:
@@ -293,16 +300,17 @@ def pm(mean, half, sign=""):
     return f"{mean:{sign}.1f}" + (f" ± {half:.1f}" if half is not None else "")
 
 
-def verdict(scores, a, b, what, paper=None):
-    """A line on the difference of two models. paper: 1 where the paper finds a ahead, -1 where it finds b ahead, 0 where it finds them close, None: nothing."""
+def verdict(scores, a, b, what, paper=None, verb="beats"):
+    """A line on the difference of two models. paper: 1 where it finds a ahead, -1 where it finds b ahead, 0 where it finds them close, None: nothing."""
     difference, half = scores.difference(a, b)
     if half is None:
         return f"{a} against {b} on {what}: {difference:+.1f} points, one seed: nothing can be concluded"
     if abs(difference) <= half:
-        return f"{a} against {b} on {what}: no difference beyond noise at this size ({pm(difference, half, '+')})" + (": agrees with the paper" if paper == 0 else "")
+        agrees = ": agrees with the paper" if paper == 0 else ""
+        return f"{a} against {b} on {what}: no difference beyond noise at this size ({pm(difference, half, '+')}){agrees}"
     ahead, behind = (a, b) if difference > 0 else (b, a)
-    agrees = {None: "", 0: ": the paper finds them close"}.get(paper, ": agrees with the paper" if (difference > 0) == (paper == 1) else ": contradicts the paper")
-    return f"**{ahead} beats {behind} by {pm(abs(difference), half)} points on {what}{agrees}**"
+    agrees = {None: "", 0: ": the paper finds them close", np.sign(difference): ": agrees with the paper"}.get(paper, ": contradicts the paper")
+    return f"**{ahead} {verb} {behind} by {pm(abs(difference), half)} points on {what}{agrees}**"
 
 
 def write_report(b, out, command):
@@ -337,7 +345,10 @@ def write_report(b, out, command):
 
     everywhere = lambda sign: dict.fromkeys(("SC", "TC", "QA", "IR"), sign)
     ratios, splits = [f"mlm{100 * ratio:.0f}" for ratio in b.ratios], [f"clm{share}" for share in b.splits]
-    text.append("## 1. CLM, and MLM at several ratios\n\nThe paper: MLM beats CLM on SC, QA and IR, CLM is competitive on TC; no ratio is best everywhere.\n")
+    text.append("""## 1. CLM, and MLM at several ratios
+
+The paper: MLM beats CLM on SC, QA and IR, CLM is competitive on TC; no ratio is best everywhere. (A loss is that of the ratio that the model was trained with.)
+""")
     rows("model", [("clm", "CLM")] + [(name, f"MLM {name[3:]} %") for name in ratios])
     verdicts("mlm40", "clm", everywhere(1) | {"TC": 0})
     for task, scores in best.items():
@@ -346,7 +357,10 @@ def write_report(b, out, command):
             text.append(f"- best and worst ratio: {verdict(scores, ranked[0], ranked[-1], task)}")
     text.append("\n![score against mask ratio](ratio.png)\n")
 
-    text.append("## 2. CLM against MLM along the way\n\nThe paper: CLM is ahead early, MLM overtakes. Each length is decayed to 0, from one plateau for all.\n")
+    text.append("""## 2. CLM against MLM along the way
+
+The paper: CLM is ahead early, MLM overtakes. Each length is decayed to 0, from one plateau for all.
+""")
     along = [(steps, *(name if steps == longest else f"{name}-{steps}" for name in ("clm", "mlm40"))) for steps in b.steps]
     rows("steps, objective", [(name, f"{steps:,}, {label}") for steps, *pair in along for name, label in zip(pair, ("CLM", "MLM 40 %"))])
     for steps, clm, mlm in along[:-1]:
@@ -355,9 +369,9 @@ def write_report(b, out, command):
 
     text.append("""## 3. CLM, then MLM
 
-The paper: this beats MLM alone at equal steps; a quarter or a half of CLM is best. `auto` is not in the paper: `--objective auto` trains with CLM, in the
-last fifth of each twentieth of the run with MLM, and with MLM alone from the first of these at which MLM's validation loss has fallen by more than CLM's
-since the one before.
+The paper: this beats MLM alone at equal steps; a quarter or a half of CLM is best. `auto` is not in the paper: `--objective auto` trains with CLM, in
+the last fifth of each twentieth of the run with MLM, and with MLM alone from the first of these at which MLM's validation loss has fallen by more than
+CLM's since the one before.
 """)
     switches = [line["switch"] for line in losses.get("auto", []) if "switch" in line]
     decays = [m.name for m in models(b) if m.name.startswith("decay")]
@@ -388,31 +402,31 @@ The paper: CLM models are less sensitive. The range: a model's test score at its
     text.append("")
     for task, scores in ranges.items():
         if {"clm", "mlm40"} <= scores.values.keys():
-            line = verdict(scores, "mlm40", "clm", f"the range on {task}", 1).replace(" beats ", " has a wider range than ").replace(f" on the range on", " on")
-            judged.append(line)
-            text.append(f"- {line}")
+            judged.append(verdict(scores, "mlm40", "clm", f"{task}", 1, "varies more than"))
+            text.append(f"- {judged[-1]}")
     text.append("\n![score against rate](rate.png)\n")
 
     count = lambda part: sum(part in line for line in judged)
     agree, contradict, close = count("agrees with the paper"), count("contradicts the paper"), count("finds them close")
-    variance = ("pretraining and fine-tuning seeds together: the weights' start, the order of the data, the masks, the new head and the order of the rows"
+    variance = ("pretraining and fine-tuning seeds together: the weights' start, the order of the data, the masks, the new head, the order of the rows"
                 if seeds > 1 else
                 "fine-tuning seeds alone: the new head and the order of the rows. Pretraining was done once; another seed of it may turn a verdict")
+    tuning = "; ".join(f"`{f'{task} {flags}'.strip()}`" for task, flags in b.tasks.items())
     head = f"""# Should we still pretrain encoders with masked language modelling? At the size `{b.name}`
 
     {command}
 
-Of {len(judged)} comparisons about which the paper has a finding, {agree} agree with it, {contradict} contradict it, {close} show a difference where it finds none,
-and {len(judged) - agree - contradict - close} are within noise at this size.
+Of {len(judged)} comparisons about which the paper has a finding, {agree} agree with it, {contradict} contradict it, {close} show a difference where it finds
+none, and {len(judged) - agree - contradict - close} are within noise at this size.
 
 Model `{b.sizes[0]}`, {longest:,} steps of pretraining, {b.warmup} of them up and {b.decay} down, on `{b.dataset}` (`{b.train}`);
-{len(losses)} models for each of {seeds} pretraining seed{"s" * (seeds > 1)}. Fine-tuned on {"; ".join(f"`{task} {flags}`".replace(" `", "`") for task, flags in b.tasks.items())},
-rates {b.rates}. Made from `results.jsonl` beside this file.
+{len(losses)} models for each of {seeds} pretraining seed{"s" * (seeds > 1)}. Fine-tuned on {tuning}, rates {b.rates}.
+Made from `results.jsonl` beside this file.
 
 A score is the test score in per cent at the rate that is best on validation data, the mean over n seeds, with a 95 % interval. The interval holds the
 variance over {variance}.
-It does not hold that over test texts, data sets, sizes or longer training. It is Student's, with a spread that is pooled over all models of a task, since a
-few seeds say little about the spread of one; that of a difference leaves out what a seed does to all models alike. Of 20 comparisons without a true
+It does not hold that over test texts, data sets, sizes or longer training. It is Student's, with a spread that is pooled over all models of a task, since
+a few seeds say little about the spread of one; that of a difference leaves out what a seed does to all models alike. Of 20 comparisons without a true
 difference about one shows one.
 """
     (out / "report.md").write_text("\n".join([head, *text]).rstrip() + "\n")
@@ -463,8 +477,8 @@ def draw(b, out, best, by_rate, along, ratios, splits, switches):
 
     def against_steps(axis, task, scores):
         two = [(steps, f"clm50-{steps}" if steps != b.steps[-1] else "clm50") for steps in b.steps]
-        for names, color, label, marker in (([(steps, clm) for steps, clm, _ in along], ORANGE, "CLM", "s"), ([(steps, mlm) for steps, _, mlm in along], BLUE, "MLM 40 %", "o"),
-                                            (two, GREEN, "50 % CLM, then MLM", "^")):
+        for names, color, label, marker in (([(steps, clm) for steps, clm, _ in along], ORANGE, "CLM", "s"),
+                                            ([(steps, mlm) for steps, _, mlm in along], BLUE, "MLM 40 %", "o"), (two, GREEN, "50 % CLM, then MLM", "^")):
             there = [(steps, name) for steps, name in names if name in scores.values]
             if there:
                 line(axis, [steps for steps, _ in there], [scores.mean(name) for _, name in there], color, label, marker)
@@ -480,10 +494,11 @@ def draw(b, out, best, by_rate, along, ratios, splits, switches):
             axis.errorbar([100 * np.mean(switches) / b.steps[-1]], [mean], [half or 0], color="black", marker="*", ms=10, capsize=3, ls="", label="auto")
 
     def against_rate(axis, task, scores):
-        for name, color, label, marker in (("clm", ORANGE, "CLM", "s"), ("mlm40", BLUE, "MLM 40 %", "o"), (splits[0] if splits else "", GREEN, f"{splits[0][3:]} % CLM, then MLM", "^")):
+        for name, color, label, marker in (("clm", ORANGE, "CLM", "s"), ("mlm40", BLUE, "MLM 40 %", "o"), (splits[0], GREEN, f"{splits[0][3:]} % CLM, then MLM", "^")):
             if name in by_rate[task]:
-                rates = by_rate[task][name]
-                line(axis, list(rates), [Scores({other: values[rate] for other, values in by_rate[task].items()}).mean(name) for rate in rates], color, label, marker)
+                rates = list(by_rate[task][name])
+                at = [Scores({other: values[rate] for other, values in by_rate[task].items()}).mean(name) for rate in rates]
+                line(axis, rates, at, color, label, marker)
 
     panels("ratio", "mask ratio, %", against_ratio)
     panels("steps", "steps of pretraining", against_steps)
@@ -505,7 +520,7 @@ def print_plan(b, out):
     row, tokens = getattr(settings, "block_size", Settings.block_size) or 128, settings.tokens_per_iter
     context = row * 2 / 3 if "random" in b.train else row  # keys a token sees in both directions: of a row cut at a uniform place, or at most
     hours = lambda flops: flops / (MFU * PEAK_FLOPS["H100"]) / 3600
-    figures = lambda tokens, flops, hours: f"{tokens / 1e6:10,.5g} {flops / 1e15:10,.4g} {hours:10,.3g}"
+    figures = lambda tokens, flops, hours: " ".join(f"{f'{x:,.0f}' if x >= 100 else f'{x:.3g}':>10}" for x in (tokens / 1e6, flops / 1e15, hours))
     print(f"{'model':28} {'steps':>7}  {'begins with':28} {'M tokens':>10} {'PFLOPs':>10} {'GPU hours':>10}")
     total, alone, disk = np.zeros(3), np.zeros(3), 0
     for m in models(b):
@@ -522,11 +537,13 @@ def print_plan(b, out):
         disk += (kept + 2) * 12 * sum(count_parameters(config))  # last.pt, best.pt and step_N.pt: weights and two moments in fp32
         begins = "random weights" if not m.start else f"{m.start[0]}, step {m.start[1]:,}" if m.start[1] else f"{m.start[0]}, finished"
         print(f"{m.size + ' ' + m.name:28} {m.steps:7,}  {begins:28} {figures(m.steps * tokens, flops, hours(flops))}")
-    print(f"{f'{len(models(b))} models, shared beginnings trained once':66} {figures(*total)}\n{'the same, each from its own beginning':66} {figures(*alone)}")
-    n = len(models(b)) * len(b.tasks) * len(b.rates.split(",")) * b.tune_seeds
+    print(f"{f'{len(models(b))} models, shared beginnings trained once':66} {figures(*total)}")
+    print(f"{'the same, each from its own beginning':66} {figures(*alone)}")
+    n, rates, plural = len(models(b)), len(b.rates.split(",")), lambda n, what: f"{n:,} {what}{'s' * (n != 1)}"
     print(f"""
-x {b.seeds} pretraining seed{"s" * (b.seeds > 1)}; then {n * b.seeds:,} fine-tuning runs ({len(models(b))} models x {len(b.tasks)} tasks x {len(b.rates.split(","))} rates x {b.tune_seeds} seed{"s" * (b.tune_seeds > 1)}).
-FLOPs: flops_per_token of model.py, {vocabulary:,} ids, {context:,.0f} keys a token; hours: of an H100 at {MFU:.0%} of its {PEAK_FLOPS["H100"] / 1e12:.0f} TFLOP/s in bf16, assumed, not measured. Checkpoints: {disk / 1e9:,.0f} GB.
+x {plural(b.seeds, "pretraining seed")}; then {plural(n * len(b.tasks) * rates * b.tune_seeds * b.seeds, "fine-tuning run")}: {n} models x {plural(len(b.tasks), "task")} x {plural(rates, "rate")} x {plural(b.seeds * b.tune_seeds, "seed")}.
+FLOPs: flops_per_token of model.py, {vocabulary:,} ids, {context:,.0f} keys a token. Hours: of an H100 at {MFU:.0%} of its {PEAK_FLOPS["H100"] / 1e12:.0f} TFLOP/s in bf16, assumed, not measured.
+Checkpoints: {disk / 1e9:,.0f} GB a pretraining seed; a step_N.pt may go once the runs that begin with it have begun.
 """)
     prefix = "torchrun --nproc_per_node=8 " if b.name == "paper" else "python "
     for cell in cells(b, out):
